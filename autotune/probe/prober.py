@@ -1,0 +1,47 @@
+"""The Prober protocol: candidate in, measurement out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from autotune.candidate import Candidate
+from autotune.probe.measurement import Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """One probe to run.
+
+    Attributes:
+        candidate: what to run.
+        steps: measured optimizer steps after the warm-up.
+        confirmation: a longer measurement of a finalist: accumulation is run in full, nothing ends it early.
+        stop_below_tokens_per_s: a probe whose best step so far cannot reach this may end as `stopped`.
+    """
+
+    candidate: Candidate
+    steps: int
+    confirmation: bool = False
+    stop_below_tokens_per_s: float | None = None
+
+
+class Prober(Protocol):
+    """Measures or predicts candidates, one at a time.
+
+    `kind` is `torchrun`, `virtual` or `table` and is kept with every measurement.
+    """
+
+    kind: str
+
+    def probe(self, request: ProbeRequest) -> Measurement:
+        """Run one probe to its end. Trouble of ours is a measurement with outcome `infra`.
+
+        Raises:
+            KeyboardInterrupt: the user interrupted; everything that the probe started is gone by then.
+        """
+        ...
+
+    def close(self) -> None:
+        """End whatever is kept between probes."""
+        ...

@@ -1,0 +1,294 @@
+"""The typed settings behind conf/: composed by Hydra, checked by dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from autotune.errors import SettingsError
+from autotune.machine.machine import Machine
+from autotune.workload.workload import PRECISIONS, Model, Workload
+
+
+@dataclass
+class SpaceSettings:
+    """One value per knob: a scalar fixes it, a list is a choice, `{low, high, step|log}` is a range.
+
+    `null` leaves the knob at its default (accumulation: whatever the global batch asks for).
+    """
+
+    name: str = "???"
+    micro_batch: Any = None
+    accumulation: Any = None
+    zero_stage: Any = None
+    precision: Any = None
+    offload_optimizer: Any = None
+    offload_param: Any = None
+    checkpoint_blocks: Any = None
+    checkpoint_part: Any = None
+    checkpoint_input: Any = None
+    overlap_comm: Any = None
+    reduce_bucket_size: Any = None
+    allgather_bucket_size: Any = None
+    stage3_prefetch_bucket_size: Any = None
+    stage3_param_persistence_threshold: Any = None
+    stage3_max_live_parameters: Any = None
+    stage3_max_reuse_distance: Any = None
+    zero_hpz_partition_size: Any = None
+    expandable_segments: Any = None
+    garbage_collection_threshold: Any = None
+    nvme_path: str | None = None
+
+
+@dataclass
+class SearchSettings:
+    """How candidates are chosen.
+
+    Attributes:
+        name: auto, tpe, random, grid or gp.
+        seed: of the sampler.
+        patience: the search ends after this many probes without a better one; 0 for never.
+    """
+
+    name: str = "auto"
+    seed: int = 0
+    patience: int = 0
+
+
+@dataclass
+class ProbeSettings:
+    """How one candidate is measured.
+
+    Attributes:
+        name: auto, torchrun or virtual.
+        warmup_steps: optimizer steps that are run and not measured; states exist after the first.
+        steps: measured optimizer steps of a probe of the search.
+        confirm_steps: measured optimizer steps of a finalist.
+        deadline_s: a probe that takes longer is ended as `timeout`, seconds; each measured step of a confirmation
+            beyond `steps` adds its share.
+        threads: processor threads per rank; None shares the cores equally.
+        stop_losers: end a probe early whose best step cannot reach the best candidate so far.
+    """
+
+    name: str = "auto"
+    warmup_steps: int = 2
+    steps: int = 5
+    confirm_steps: int = 15
+    deadline_s: float = 120.0
+    threads: int | None = None
+    stop_losers: bool = True
+
+
+@dataclass
+class LauncherSettings:
+    """How ranks are started: `warm` (forked from a process that has imported everything) or `cold` (torchrun)."""
+
+    name: str = "warm"
+
+
+@dataclass
+class ObjectiveSettings:
+    """What the best candidate is best at.
+
+    Attributes:
+        name: throughput (global tokens per second).
+        finalists: how many of the best are measured again, longer, before one of them wins.
+    """
+
+    name: str = "throughput"
+    finalists: int = 3
+
+
+@dataclass
+class StudySettings:
+    """Where measurements are kept. `store` is a SQLAlchemy URL; None is `autotune.db` in the output folder."""
+
+    name: str | None = None
+    store: str | None = None
+
+
+@dataclass
+class BudgetSettings:
+    """How much a sweep may spend: processes started for search, and minutes of wall clock (None: no limit)."""
+
+    probes: int = 40
+    minutes: float | None = None
+
+
+@dataclass
+class Settings:
+    """Everything that one sweep needs to know. See conf/config.yaml for what each section is for."""
+
+    model: Model = field(default_factory=Model)
+    machine: Machine = field(default_factory=Machine)
+    workload: Workload = field(default_factory=Workload)
+    space: SpaceSettings = field(default_factory=SpaceSettings)
+    search: SearchSettings = field(default_factory=SearchSettings)
+    probe: ProbeSettings = field(default_factory=ProbeSettings)
+    launcher: LauncherSettings = field(default_factory=LauncherSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    study: StudySettings = field(default_factory=StudySettings)
+    budget: BudgetSettings = field(default_factory=BudgetSettings)
+    output: str = "studies"
+
+    @property
+    def store_url(self) -> str:
+        """The SQLAlchemy URL of the database, with the driver written out."""
+        return normalise_store(self.study.store or f"sqlite:///{Path(self.output) / 'autotune.db'}")
+
+    @property
+    def study_name(self) -> str:
+        """The study's name: the one given, else model-machine, with nodes × devices (left out for the default cpu)."""
+        if self.study.name:
+            return self.study.name
+        machine = self.machine
+        shape = f"-{machine.nodes}x{machine.devices_per_node}"
+        plain = machine.accelerator == "cpu" and (machine.nodes, machine.devices_per_node) == (1, 2)
+        return f"{self.model.name}-{machine.name}{'' if plain else shape}"
+
+    @property
+    def study_dir(self) -> Path:
+        """The folder that takes the study's files."""
+        return Path(self.output) / self.study_name
+
+
+def normalise_store(url: str) -> str:
+    """Write out the driver: `postgresql://` means different drivers to different SQLAlchemy versions."""
+    for short in ("postgresql://", "postgres://"):
+        if url.startswith(short):
+            return "postgresql+psycopg://" + url.removeprefix(short)
+    return url
+
+
+def config_dir() -> Path:
+    """The folder conf/: inside the package in a wheel, beside it in a checkout."""
+    inside = Path(__file__).with_name("conf")
+    return inside if inside.is_dir() else Path(__file__).resolve().parents[1] / "conf"
+
+
+def register_schema() -> None:
+    """Make the dataclasses known to Hydra as the schema that conf/config.yaml extends."""
+    ConfigStore.instance().store(name="settings", node=Settings)
+
+
+def compose_settings(overrides: list[str]) -> Settings:
+    """The settings for a list of Hydra overrides, for verbs and tests that are no Hydra application.
+
+    Raises:
+        SettingsError: Hydra refuses an override, or a value cannot mean anything.
+    """
+    register_schema()
+    with settings_errors(), initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return from_config(compose("config", overrides))
+
+
+class settings_errors:  # noqa: N801 - reads as a with-statement
+    """Turns Hydra's and OmegaConf's errors into one sentence and a hint."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, HydraException | OmegaConfBaseException):
+            raise settings_error(error) from error
+
+
+def settings_error(error: Exception) -> SettingsError:
+    """The sentence and the hint for one of Hydra's composition errors."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines) if lines else type(error).__name__
+    if "://" in text and "=" in text and ("mismatched input" in text or "token recognition" in text or "LexerNoViable" in text):
+        return SettingsError(
+            "a database URL with '=' in it must be quoted for Hydra",
+            """write 'study.store="postgresql://host/db?sslmode=require"', with both kinds of quotes, or set AUTOTUNE_STORE""",
+        )
+    first = lines[0] if lines else text
+    hint = "run `python -m autotune --help` for the groups and sections, `--cfg job` for every setting"
+    if "Could not find" in first or "Could not override" in first:
+        options = [line for line in lines[1:] if not line.startswith(("Config search path", "provider=", "Set the env"))]
+        if options:
+            hint = " ".join(options) + "; " + hint
+    elif len(lines) > 1 and "full_key" not in lines[1]:
+        first = f"{first} {lines[1]}" if first.endswith(":") else first
+    return SettingsError(first.rstrip("."), hint)
+
+
+def from_config(config: DictConfig) -> Settings:
+    """The checked settings of a composed configuration, its machine detected where it is `auto`.
+
+    Raises:
+        SettingsError: a value is missing or cannot mean anything.
+    """
+    from autotune.machine.detect import resolve_machine
+
+    with settings_errors():
+        settings = OmegaConf.to_object(config)
+    assert isinstance(settings, Settings)
+    settings.machine = resolve_machine(settings.machine)
+    check(settings)
+    return settings
+
+
+def check(settings: Settings) -> None:
+    """Refuse what no sweep could mean.
+
+    Raises:
+        SettingsError: naming the setting, what it may be, and what to do.
+    """
+    workload, machine = settings.workload, settings.machine
+    for name in ("tensor_parallel", "sequence_parallel"):
+        if getattr(workload, name) != 1:
+            raise SettingsError(
+                f"workload.{name}={getattr(workload, name)} is not supported yet: candidates are data-parallel only",
+                f"leave workload.{name} at 1; results would silently be those of a data-parallel run otherwise",
+            )
+    if workload.precision not in PRECISIONS:
+        raise SettingsError(f"workload.precision={workload.precision} is unknown", f"one of {', '.join(PRECISIONS)}")
+    if machine.world_size < 1:
+        raise SettingsError(
+            f"the machine has no devices ({machine.nodes} nodes × {machine.devices_per_node} devices)",
+            "machine.nodes and machine.devices_per_node are at least 1",
+        )
+    if not 0 <= machine.headroom < 1:
+        raise SettingsError(f"machine.headroom={machine.headroom} is no share", "0.05 leaves 5 % of the memory free")
+    positive = {
+        "machine.device_memory_gib": machine.device_memory_gib,
+        "workload.seq_len": workload.seq_len,
+        "budget.probes": settings.budget.probes,
+        "probe.steps": settings.probe.steps,
+        "probe.warmup_steps": settings.probe.warmup_steps,
+        "probe.deadline_s": settings.probe.deadline_s,
+        "objective.finalists": settings.objective.finalists,
+    }
+    positive |= {"workload.global_batch": workload.global_batch} if workload.global_batch is not None else {}
+    positive |= {"budget.minutes": settings.budget.minutes} if settings.budget.minutes is not None else {}
+    for name, value in positive.items():
+        if value <= 0:
+            raise SettingsError(f"{name}={value} must be above 0", "see `--cfg job` for the default")
+    model = settings.model
+    if not model.type and not model.factory:
+        raise SettingsError(
+            f"model={model.name} has neither a transformers type nor a factory",
+            "model=custom takes model.factory=package.module:function",
+        )
+    if model.factory and ":" not in model.factory:
+        raise SettingsError(f"model.factory={model.factory} names no function", "write package.module:function")
+
+
+def environment_store() -> str | None:
+    """The store that AUTOTUNE_STORE names."""
+    return os.environ.get("AUTOTUNE_STORE") or None
+
+
+def asdict(settings: Settings) -> dict[str, Any]:
+    """Plain JSON types."""
+    return dataclasses.asdict(settings)
