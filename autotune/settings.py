@@ -11,7 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import II, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from autotune.errors import SettingsError
@@ -176,8 +176,12 @@ def config_dir() -> Path:
 
 
 def register_schema() -> None:
-    """Make the dataclasses known to Hydra as the schema that conf/config.yaml extends."""
-    ConfigStore.instance().store(name="settings", node=Settings)
+    """Make the dataclasses known to Hydra as the schema that conf/config.yaml extends, and give it `${detect:…}`."""
+    from autotune.machine.detect import register_resolver
+
+    schema = Settings(workload=Workload(model=II("model")))
+    ConfigStore.instance().store(name="settings", node=schema)
+    register_resolver(config_dir() / "machine")
 
 
 def compose_settings(overrides: list[str]) -> Settings:
@@ -191,7 +195,7 @@ def compose_settings(overrides: list[str]) -> Settings:
         return from_config(compose("config", overrides))
 
 
-class settings_errors:  # noqa: N801 - reads as a with-statement
+class settings_errors:
     """Turns Hydra's and OmegaConf's errors into one sentence and a hint."""
 
     def __enter__(self) -> None:
@@ -199,22 +203,29 @@ class settings_errors:  # noqa: N801 - reads as a with-statement
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, HydraException | OmegaConfBaseException):
-            raise settings_error(error) from error
+            told = error.__cause__ if isinstance(error.__cause__, SettingsError) else settings_error(error)
+            raise told from error
 
 
 def settings_error(error: Exception) -> SettingsError:
     """The sentence and the hint for one of Hydra's composition errors."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines) if lines else type(error).__name__
-    if "://" in text and "=" in text and ("mismatched input" in text or "token recognition" in text or "LexerNoViable" in text):
+    if (
+        "://" in text
+        and "=" in text
+        and ("mismatched input" in text or "token recognition" in text or "LexerNoViable" in text)
+    ):
         return SettingsError(
             "a database URL with '=' in it must be quoted for Hydra",
-            """write 'study.store="postgresql://host/db?sslmode=require"', with both kinds of quotes, or set AUTOTUNE_STORE""",
+            """write 'study.store="postgresql://host/db?sslmode=require"' with both quotes, or set AUTOTUNE_STORE""",
         )
     first = lines[0] if lines else text
     hint = "run `python -m autotune --help` for the groups and sections, `--cfg job` for every setting"
     if "Could not find" in first or "Could not override" in first:
-        options = [line for line in lines[1:] if not line.startswith(("Config search path", "provider=", "Set the env"))]
+        options = [
+            line for line in lines[1:] if not line.startswith(("Config search path", "provider=", "Set the env"))
+        ]
         if options:
             hint = " ".join(options) + "; " + hint
     elif len(lines) > 1 and "full_key" not in lines[1]:
@@ -223,17 +234,14 @@ def settings_error(error: Exception) -> SettingsError:
 
 
 def from_config(config: DictConfig) -> Settings:
-    """The checked settings of a composed configuration, its machine detected where it is `auto`.
+    """The checked settings of a composed configuration, its machine detected where it asks for that.
 
     Raises:
         SettingsError: a value is missing or cannot mean anything.
     """
-    from autotune.machine.detect import resolve_machine
-
     with settings_errors():
         settings = OmegaConf.to_object(config)
     assert isinstance(settings, Settings)
-    settings.machine = resolve_machine(settings.machine)
     check(settings)
     return settings
 
