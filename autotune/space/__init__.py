@@ -1,0 +1,1 @@
+"""Which candidates exist: knobs, rules, candidate to DeepSpeed config."""
