@@ -120,7 +120,7 @@ def _of_database(url: URL, error: SQLAlchemyError) -> StoreError:
     text = _without_password(url, lines[0] if lines else type(error).__name__)
     hint = _POSTGRES.get(
         getattr(original, "sqlstate", None) or "",
-        "see that the server runs and can be reached from here, then run the same command again; what is stored is kept",
+        "see that the server runs and is reachable from here, then run the same command again; what is stored is kept",
     )
     return StoreError(f"the store {shown(url)} failed: {text}", hint)
 
