@@ -1,0 +1,170 @@
+"""What the store holds, listed: the studies, and the trials of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TextIO
+
+from autotune.candidate import Candidate
+from autotune.probe.measurement import Outcome
+from autotune.report.output import print_csv, print_json, print_table
+from autotune.report.units import NOTHING, gib, seconds, spread, tokens
+from autotune.store.records import ProbeRecord, StudyRecord
+from autotune.store.store import Store
+
+STUDY_COLUMNS = [
+    "study",
+    "model",
+    "machine",
+    "nodes",
+    "devices_per_node",
+    "trials",
+    "ok",
+    "oom",
+    "other",
+    "winner_trial",
+    "winner",
+    "tokens_per_s",
+    "created",
+]
+TRIAL_COLUMNS = [
+    "trial",
+    "key",
+    "candidate",
+    "outcome",
+    "phase",
+    "tokens_per_s",
+    "tokens_per_s_low",
+    "tokens_per_s_high",
+    "step_s",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "device_total_bytes",
+    "host_peak_bytes",
+    "worst_rank",
+    "probe_kind",
+    "wall_s",
+    "overhead_s",
+    "inferred",
+    "reused",
+    "confirmation",
+    "winner",
+    "message",
+    "created",
+]
+
+
+def list_studies(store: Store, form: str, out: TextIO) -> None:
+    """Print every study of a store.
+
+    Args:
+        store: open, for reading.
+        form: table, json or csv.
+        out: stdout.
+    """
+    rows = [study_row(study, store.probes(study.name)) for study in store.studies()]
+    if form == "json":
+        print_json(out, rows)
+    elif form == "csv":
+        print_csv(out, STUDY_COLUMNS, rows)
+    else:
+        headings = ["study", "model", "machine", "devices", "trials", "ok", "oom", "other", "tokens/s", "winner"]
+        print_table(out, headings, [_study_cells(row) for row in rows])
+
+
+def list_trials(store: Store, study: str, form: str, out: TextIO) -> None:
+    """Print every trial of a study, in order.
+
+    Args:
+        store: open, for reading.
+        study: its name.
+        form: table, json or csv.
+        out: stdout.
+
+    Raises:
+        SettingsError: there is no such study.
+    """
+    record = store.study(study)
+    probes = store.probes(study)
+    rows = [trial_row(probe, record.winner_trial) for probe in probes]
+    if form == "json":
+        print_json(out, rows)
+    elif form == "csv":
+        print_csv(out, TRIAL_COLUMNS, rows)
+    else:
+        headings = ["trial", "candidate", "outcome", "tokens/s", "spread", "step", "reserved", "host", "probe", "wall"]
+        print_table(out, [*headings, ""], [trial_cells(probe, record.winner_trial) for probe in probes])
+
+
+def study_row(study: StudyRecord, probes: list[ProbeRecord]) -> dict[str, Any]:
+    """A study as JSON has it; outcomes are counted over its trials, confirmations included."""
+    outcomes = Counter(probe.measurement.outcome for probe in probes)
+    oom = sum(count for outcome, count in outcomes.items() if outcome.is_oom)
+    winner = winner_of(study, probes)
+    return {
+        "study": study.name,
+        "model": study.workload.model.name,
+        "machine": study.machine.name,
+        "nodes": study.machine.nodes,
+        "devices_per_node": study.machine.devices_per_node,
+        "trials": len(probes),
+        "ok": outcomes[Outcome.OK],
+        "oom": oom,
+        "other": len(probes) - outcomes[Outcome.OK] - oom,
+        "winner_trial": study.winner_trial,
+        "winner": winner.candidate.to_dict() if winner else None,
+        "tokens_per_s": winner.measurement.tokens_per_s if winner else None,
+        "created": study.created,
+    }
+
+
+def trial_row(probe: ProbeRecord, winner_trial: int | None) -> dict[str, Any]:
+    """A trial as JSON has it."""
+    measurement = probe.measurement
+    known = {
+        "trial": probe.trial,
+        "key": probe.key,
+        "candidate": probe.candidate.to_dict(),
+        "outcome": measurement.outcome.value,
+        "phase": measurement.phase.value if measurement.phase else None,
+        "inferred": probe.inferred,
+        "reused": probe.reused,
+        "confirmation": probe.confirmation,
+        "winner": probe.trial == winner_trial,
+        "created": probe.created,
+    }
+    return {name: known[name] if name in known else getattr(measurement, name) for name in TRIAL_COLUMNS}
+
+
+def trial_cells(probe: ProbeRecord, winner_trial: int | None) -> list[str]:
+    """A trial as the table has it."""
+    measurement = probe.measurement
+    phase = f" in {measurement.phase.value}" if measurement.phase and measurement.outcome is not Outcome.OK else ""
+    notes = [word for word in ("inferred", "reused") if getattr(probe, word)]
+    notes += ["confirmation"] if probe.confirmation else []
+    notes += ["winner"] if probe.trial == winner_trial else []
+    return [
+        str(probe.trial),
+        str(probe.candidate),
+        measurement.outcome.value + phase,
+        tokens(measurement.tokens_per_s),
+        spread(measurement.tokens_per_s_low, measurement.tokens_per_s_high),
+        seconds(measurement.step_s),
+        gib(measurement.peak_reserved_bytes),
+        gib(measurement.host_peak_bytes),
+        measurement.probe_kind,
+        f"{measurement.wall_s:,.1f} s" if measurement.wall_s else NOTHING,
+        ", ".join(notes),
+    ]
+
+
+def winner_of(study: StudyRecord, probes: list[ProbeRecord]) -> ProbeRecord | None:
+    """The probe that won the study, where there is one."""
+    return next((probe for probe in probes if probe.trial == study.winner_trial), None)
+
+
+def _study_cells(row: dict[str, Any]) -> list[str]:
+    winner = str(Candidate.from_dict(row["winner"])) if row["winner"] else NOTHING
+    devices = f"{row['nodes']} × {row['devices_per_node']}"
+    counts = [str(row[name]) for name in ("trials", "ok", "oom", "other")]
+    return [row["study"], row["model"], row["machine"], devices, *counts, tokens(row["tokens_per_s"]), winner]

@@ -1,0 +1,57 @@
+"""How numbers are shown to people: GiB with two digits, tokens/s with thousands separators, spreads as ranges."""
+
+from __future__ import annotations
+
+from autotune.machine.machine import GIB
+from autotune.probe.measurement import Measurement
+
+NOTHING = "–"
+
+
+def gib(size: int | None) -> str:
+    """Bytes as `12.34 GiB`."""
+    return NOTHING if size is None else f"{size / GIB:,.2f} GiB"
+
+
+def tokens(rate: float | None) -> str:
+    """Tokens per second as `12,345`; below 100 with one digit after the point."""
+    if rate is None:
+        return NOTHING
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def spread(low: float | None, high: float | None) -> str:
+    """A spread of tokens per second as `12,100–12,600`."""
+    return NOTHING if low is None or high is None else f"{tokens(low)}–{tokens(high)}"
+
+
+def throughput(measurement: Measurement) -> str:
+    """`12,345 tokens/s (12,100–12,600)`, or what there is of it."""
+    if measurement.tokens_per_s is None:
+        return NOTHING
+    text = f"{tokens(measurement.tokens_per_s)} tokens/s"
+    if measurement.tokens_per_s_low is not None and measurement.tokens_per_s_high is not None:
+        text += f" ({spread(measurement.tokens_per_s_low, measurement.tokens_per_s_high)})"
+    return text
+
+
+def seconds(value: float | None) -> str:
+    """Seconds as `0.123 s`, `12.3 s`."""
+    if value is None:
+        return NOTHING
+    return f"{value:.3f} s" if value < 10 else f"{value:,.1f} s"
+
+
+def duration(value: float) -> str:
+    """A longer time as `42 s`, `3 min 05 s`, `2 h 04 min`."""
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def percent(share: float, sign: bool = False) -> str:
+    """A share as `12.3 %`; with a sign for gains."""
+    return f"{share * 100:{'+' if sign else ''}.1f} %"
