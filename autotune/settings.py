@@ -203,12 +203,16 @@ class settings_errors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, HydraException | OmegaConfBaseException):
-            told = error.__cause__ if isinstance(error.__cause__, SettingsError) else settings_error(error)
-            raise told from error
+            raise settings_error(error) from error
 
 
 def settings_error(error: Exception) -> SettingsError:
-    """The sentence and the hint for one of Hydra's composition errors."""
+    """The sentence and the hint for one of Hydra's composition errors; one of ours in its chain speaks for itself."""
+    within: BaseException | None = error
+    while within is not None:
+        if isinstance(within, SettingsError):
+            return SettingsError(within.message, within.hint)
+        within = within.__cause__ or within.__context__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines) if lines else type(error).__name__
     if (

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 from autotune.errors import SettingsError
 from autotune.report.listing import winner_of
 from autotune.report.output import print_csv, print_json, print_table
-from autotune.report.units import NOTHING, gib, percent, seconds, spread, tokens
+from autotune.report.ratio import Ratio, throughput_ratio
+from autotune.report.units import NOTHING, gib, seconds, spread, tokens
 from autotune.store.records import ProbeRecord, StudyRecord
 from autotune.store.store import Store
 
@@ -69,21 +70,26 @@ class Verdict:
     """How a study compares with the first one, by throughput per device.
 
     Attributes:
-        ratio: its throughput over the first one's; low and high are the ends of the two spreads.
-        significant: the spreads do not overlap; None where they are not known.
+        ratio: its throughput per device over the first one's; None where there is nothing to compare.
+        sentence: what people read.
     """
 
     study: str
     base: str
-    ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
-    significant: bool | None
+    ratio: Ratio | None
     sentence: str
 
     def row(self) -> dict[str, Any]:
-        """The verdict as JSON has it."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """The verdict as JSON has it; `significant` says that the spreads do not overlap."""
+        return {
+            "study": self.study,
+            "base": self.base,
+            "ratio": self.ratio.value if self.ratio else None,
+            "ratio_low": self.ratio.low if self.ratio else None,
+            "ratio_high": self.ratio.high if self.ratio else None,
+            "significant": self.ratio.significant if self.ratio else None,
+            "sentence": self.sentence,
+        }
 
 
 def compare_studies(store: Store, names: list[str], form: str, out: TextIO) -> None:
@@ -121,29 +127,27 @@ def compare_two(base: Entry, other: Entry) -> Verdict:
     Where both spreads overlap, no difference is claimed: that is a verdict too.
     """
     names = (other.study.name, base.study.name)
-    if other.rate is None or base.rate is None:
+    ratio = None
+    if other.winner and base.winner:
+        measured = (other.winner.measurement, base.winner.measurement)
+        ratio = throughput_ratio(*measured, other.study.machine.world_size, base.study.machine.world_size)
+    if ratio is None:
         lacking = other if other.rate is None else base
         why = "has no winner yet" if lacking.winner is None else "has a winner without a throughput"
-        return Verdict(*names, None, None, None, None, f"{names[0]} and {names[1]}: {lacking.study.name} {why}")
-    ratio, low, high, significant = other.rate / base.rate, None, None, None
-    gain = percent(ratio - 1, sign=True)
-    faster = "faster" if ratio > 1 else "slower"
-    if other.ends and base.ends:
-        low, high = other.ends[0] / base.ends[1], other.ends[1] / base.ends[0]
-        significant = low > 1 or high < 1
-        gain += f" ({percent(low - 1, sign=True)} to {percent(high - 1, sign=True)})"
-        if significant:
-            sentence = f"{names[0]} is {faster} than {names[1]} per device: {gain}"
-        else:
-            sentence = f"no significant difference between {names[0]} and {names[1]} per device: {gain}"
+        return Verdict(*names, None, f"{names[0]} and {names[1]}: {lacking.study.name} {why}")
+    faster = "faster" if ratio.value > 1 else "slower"
+    if ratio.significant is None:
+        sentence = f"{names[0]} seems {faster} than {names[1]} per device: {ratio}"
+    elif ratio.significant:
+        sentence = f"{names[0]} is {faster} than {names[1]} per device: {ratio}"
     else:
-        sentence = f"{names[0]} seems {faster} than {names[1]} per device: {gain}, and no spread is known"
+        sentence = f"no significant difference between {names[0]} and {names[1]} per device: {ratio}"
     if base.study.workload.digest != other.study.workload.digest:
         sentence += "; they train different workloads"
     kinds = {entry.winner.measurement.probe_kind for entry in (base, other) if entry.winner}
     if len(kinds) > 1:
         sentence += f"; one is measured, the other not ({' and '.join(sorted(kinds))})"
-    return Verdict(*names, ratio, low, high, significant, sentence)
+    return Verdict(*names, ratio, sentence)
 
 
 def differences(entries: list[Entry]) -> dict[str, dict[str, list[Any]]]:

@@ -84,17 +84,17 @@ def test_a_study_without_a_winner_is_named(store: Store) -> None:
 def test_overlapping_spreads_are_no_difference(store: Store, ok: Any) -> None:
     base = entry(store, "one", 1, ok(1_000.0, 50.0))
     verdict = compare_two(base, entry(store, "two", 1, ok(1_080.0, 50.0)))
-    assert verdict.significant is False
+    assert verdict.row()["significant"] is False
     assert verdict.sentence.startswith("no significant difference between two and one")
     clear = compare_two(base, entry(store, "three", 2, ok(2_220.0, 50.0)))
-    assert clear.significant is True
+    assert clear.row()["significant"] is True
     slower = compare_two(base, entry(store, "four", 1, ok(800.0, 50.0)))
     assert slower.sentence.startswith("four is slower than one")
 
 
 def test_without_a_spread_nothing_is_claimed(store: Store, ok: Any) -> None:
     verdict = compare_two(entry(store, "one", 1, ok(1_000.0)), entry(store, "two", 1, ok(2_000.0, None)))
-    assert verdict.significant is None
+    assert verdict.row()["significant"] is None
     assert "no spread is known" in verdict.sentence
 
 

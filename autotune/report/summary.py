@@ -1,0 +1,92 @@
+"""The end of a sweep on stdout: winner, what it gains over the untuned default, the ledger, the files written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from autotune.machine.machine import GIB, Machine
+from autotune.probe.measurement import Measurement, Outcome
+from autotune.report.ratio import throughput_ratio
+from autotune.report.units import gib, percent, seconds, throughput, tokens
+from autotune.search.result import Result
+from autotune.store.records import ProbeRecord
+
+
+def print_summary(out: TextIO, machine: Machine, result: Result, ledger: str, files: Sequence[Path]) -> None:
+    """Print what a sweep found.
+
+    Args:
+        out: stdout.
+        machine: of the study.
+        result: of the search.
+        ledger: how the candidates came about.
+        files: that were written.
+    """
+    winner, reference, baseline = result.winner, result.reference, result.baseline
+    lines = [f"study      {winner.study}: {counts(result)}", f"{'':<11}ended: {result.reason}"]
+    lines += _about("winner", winner, machine)
+    if baseline is None or reference.key != baseline.key:
+        if baseline is not None:
+            lines += _about("baseline", baseline, machine, "the untuned default")
+        if reference.key != winner.key:
+            nearest = "it" if baseline is not None else "the untuned default, which cannot run here"
+            lines += _about("reference", reference, machine, f"the feasible candidate nearest to {nearest}")
+    elif reference.key != winner.key:
+        lines += _about("baseline", reference, machine, "the untuned default")
+    lines += [f"gain       {gain(result)}", "", *ledger.splitlines(), "", *(str(path) for path in files)]
+    out.write("\n".join(lines) + "\n")
+
+
+def counts(result: Result) -> str:
+    """What was done, e.g. `12 ok, 5 oom_device (14 probes, 3 inferred, 4 confirmations)`."""
+    done = result.counts
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in done.outcomes.most_common() if count)
+    parts = [f"{done.probed} probes", f"{done.inferred} inferred", f"{done.reused} reused"]
+    parts.append(f"{len(result.confirmations)} confirmations")
+    return f"{outcomes} ({', '.join(part for part in parts if not part.startswith('0 '))})"
+
+
+def gain(result: Result) -> str:
+    """What the winner gains over the reference, with its spread."""
+    winner, reference = result.winner, result.reference
+    if winner.key == reference.key:
+        untuned = result.baseline is not None and winner.key == result.baseline.key
+        return f"none: the {'untuned default' if untuned else 'reference'} is the winner"
+    ratio = throughput_ratio(winner.measurement, reference.measurement)
+    if ratio is None:
+        return "unknown: no throughput was measured"
+    return str(ratio) if ratio.significant is not False else f"no significant difference: {ratio}"
+
+
+def _about(word: str, record: ProbeRecord, machine: Machine, note: str = "") -> list[str]:
+    first = f"{word:<11}{record.candidate}  (trial {record.trial}{', ' + note if note else ''})"
+    return [first, *(f"{'':<11}{line}" for line in _found(record.measurement, machine))]
+
+
+def _found(measurement: Measurement, machine: Machine) -> list[str]:
+    if not measurement.outcome.measured_memory:
+        return [_failed(measurement, machine)]
+    lines = []
+    if measurement.tokens_per_s is not None:
+        each = tokens(measurement.tokens_per_s / machine.world_size)
+        lines.append(f"{throughput(measurement)}, {each} per device, step {seconds(measurement.step_s)}")
+    used = measurement.used_bytes
+    memory = "device memory unknown"
+    if used is not None:
+        share = percent(used / machine.device_memory_bytes)
+        memory = f"{gib(used)} of {gib(machine.device_memory_bytes)} device memory ({share})"
+        if used > machine.usable_bytes:
+            memory += f", more than the headroom of {percent(machine.headroom)} leaves"
+    host = f", host {gib(measurement.host_peak_bytes)}" if measurement.host_peak_bytes else ""
+    return [*lines, memory + host]
+
+
+def _failed(measurement: Measurement, machine: Machine) -> str:
+    text = measurement.outcome.value + (f" in {measurement.phase.value}" if measurement.phase else "")
+    if measurement.outcome.is_oom and measurement.needed_bytes:
+        on_device = measurement.outcome is Outcome.OOM_DEVICE
+        has = machine.device_memory_bytes if on_device else int(machine.host_memory_gib * GIB)
+        return f"{text}: it takes at least {gib(measurement.needed_bytes)}, and there are {gib(has)}"
+    return f"{text}: {' '.join(measurement.message.split())}" if measurement.message else text
