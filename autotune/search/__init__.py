@@ -1,0 +1,1 @@
+"""What to try next, and when to stop: Optuna study, samplers, the OOM frontier, confirmations."""

@@ -7,7 +7,7 @@ from types import TracebackType
 from sqlalchemy import URL
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, SQLAlchemyError
 
-from autotune.errors import StoreError
+from autotune.errors import AutotuneError, StoreError
 from autotune.store.engine import shown
 
 _SQLITE = (
@@ -66,9 +66,9 @@ class store_faults:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, AutotuneError):
             found = store_error(self._url, error)
-            if found is not None and found is not error:
+            if found is not None:
                 raise found from error
 
 

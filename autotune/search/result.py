@@ -1,0 +1,61 @@
+"""What a finished sweep hands over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from autotune.search.history import speed
+from autotune.store.records import ProbeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a sweep did, earlier runs of it included.
+
+    Attributes:
+        outcomes: candidates by outcome, inferred and reused ones included.
+        probed: candidates measured by processes that this sweep started.
+        inferred: OOMs that needed no process.
+        reused: measurements taken over from other studies.
+        repeats: proposals of this run that had been tried or that a rule refuses.
+    """
+
+    outcomes: Counter[str]
+    probed: int
+    inferred: int
+    reused: int
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The end of a sweep that found a winner.
+
+    Attributes:
+        winner: its confirmation.
+        reference: the confirmation that the winner is compared with: of the untuned baseline where it fits, else of
+            the feasible candidate that differs from it in fewest knobs.
+        baseline: the untuned default's own probe, whatever became of it; None where it cannot run here at all.
+        confirmations: of this sweep's finalists and reference, fastest first.
+        counts: what was done.
+        reason: why the search ended.
+    """
+
+    winner: ProbeRecord
+    reference: ProbeRecord
+    baseline: ProbeRecord | None
+    confirmations: list[ProbeRecord]
+    counts: Counts
+    reason: str
+
+    @property
+    def gain(self) -> float:
+        """The winner's throughput as a multiple of the reference's."""
+        return speed(self.winner) / speed(self.reference)
+
+    @property
+    def significant(self) -> bool:
+        """Whether the winner's spread lies wholly above the reference's."""
+        low, high = self.winner.measurement.tokens_per_s_low, self.reference.measurement.tokens_per_s_high
+        return low is not None and high is not None and low > high
