@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.machine.machine import Machine
-from autotune.space.config import precision_config, workload_config
+from autotune.space.config import workload_config
 from autotune.space.knobs import BY_NAME, KNOBS, Knob, Value
 from autotune.space.rule import Kind, Rule, Situation
 from autotune.space.rules import RULES
@@ -83,7 +83,7 @@ class Binder:
             if value is None:
                 continue
             if name == "precision":
-                config |= precision_config(str(value), 0)
+                config |= {str(value): {"enabled": True}} if value != "fp32" else {}
             elif key == name:
                 own[name] = value
             else:

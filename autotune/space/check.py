@@ -42,9 +42,9 @@ def findings(config: Mapping[str, Any], workload: Workload, machine: Machine) ->
         workload: what would be trained with it.
         machine: where; its world size decides about the batch.
     """
-    situation = Situation(config, machine.world_size, machine.accelerator)
+    situation = Situation(config, machine.world_size, machine.accelerator, own_model=bool(workload.model.factory))
     found = [
-        Finding(rule, where, rule.sentence + (f" ({rule.note(situation)})" if rule.note else ""), rule.remedy)
+        Finding(rule, where, rule.sentence + (f" ({rule.note(situation, where)})" if rule.note else ""), rule.remedy)
         for rule in RULES
         for where in rule.broken(situation)
     ]

@@ -7,6 +7,7 @@ from typing import Any
 from autotune.candidate import Candidate
 from autotune.errors import SettingsError
 from autotune.machine.machine import Machine
+from autotune.space.rule import Situation
 from autotune.workload.workload import Workload
 
 
@@ -31,9 +32,15 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": candidate.micro_batch,
         "gradient_accumulation_steps": candidate.accumulation,
         **workload_config(workload),
-        **precision_config(candidate.precision, candidate.zero_stage),
         "zero_optimization": _zero(candidate, machine, nvme_path),
     }
+    if candidate.precision != "fp32":
+        config[candidate.precision] = {"enabled": True}
+    situation = Situation(config)
+    if situation.bf16_optimizer:
+        del config["zero_optimization"]["contiguous_gradients"], config["zero_optimization"]["reduce_scatter"]
+    elif candidate.precision == "bf16" and candidate.zero_stage in (1, 2):
+        config["bf16"]["check_grad_overflow"] = True
     return config
 
 
@@ -50,16 +57,6 @@ def workload_config(workload: Workload) -> dict[str, Any]:
     if workload.communication_data_type is not None:
         config["communication_data_type"] = workload.communication_data_type
     return config
-
-
-def precision_config(precision: str, stage: int) -> dict[str, Any]:
-    """The section that switches a number format on; nothing for fp32."""
-    if precision == "fp32":
-        return {}
-    section: dict[str, Any] = {"enabled": True}
-    if precision == "bf16" and stage > 0:
-        section["check_grad_overflow"] = True
-    return {precision: section}
 
 
 def _zero(candidate: Candidate, machine: Machine, nvme_path: str | None) -> dict[str, Any]:

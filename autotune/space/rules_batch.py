@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autotune.space.rule import Kind, Rule, Situation
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_SIZES = (TRAIN, MICRO, STEPS)
 
 
-def _sizes(situation: Situation) -> tuple[int | None, int | None, int | None]:
-    train, micro, steps = (
-        value if isinstance(value := situation.get(name), int) and not isinstance(value, bool) else None
-        for name in (TRAIN, MICRO, STEPS)
-    )
-    return train, micro, steps
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _sizes(situation: Situation) -> tuple[float | None, ...]:
+    return tuple(value if _is_size(value := situation.written(name)) else None for name in _SIZES)
+
+
+def _ranks(situation: Situation) -> float:
+    """Data-parallel ranks, as DeepSpeed counts them for the batch."""
+    return situation.world_size / float(situation.get("sequence_parallel_size", 1))
 
 
 def _unequal(situation: Situation) -> bool:
     train, micro, steps = _sizes(situation)
-    if train is None or (micro is None and steps is None):
+    if train is None or any(situation.has(name) and not _is_size(situation.written(name)) for name in _SIZES):
         return False
-    world = situation.world_size
-    return train != micro * steps * world if micro and steps else train % ((micro or steps or 1) * world) != 0
+    ranks = _ranks(situation)
+    if micro is not None and steps is not None:
+        return train != micro * steps * ranks
+    return train % ((micro or steps or 1) * ranks) != 0
 
 
-def _arithmetic(situation: Situation) -> str:
+def _arithmetic(situation: Situation, key: str) -> str:
     train, micro, steps = _sizes(situation)
-    return f"{train} ≠ {micro or '?'} × {steps or '?'} × {situation.world_size}"
+    return f"{train} ≠ {micro or '?'} × {steps or '?'} × {_ranks(situation):g}"
+
+
+def _not_sizes(situation: Situation) -> Iterator[str]:
+    for name in _SIZES:
+        value = situation.written(name)
+        if situation.has(name) and value is not None and not _is_size(value):
+            yield name
+
+
+def _missing(situation: Situation) -> list[str]:
+    return [] if situation.has(TRAIN) or situation.has(MICRO) else [MICRO]
 
 
 IDENTITY = Rule(
@@ -34,9 +55,30 @@ IDENTITY = Rule(
     keys=(TRAIN,),
     when=_unequal,
     note=_arithmetic,
-    sentence="The global batch must be micro-batch × accumulation × devices.",
-    remedy="take train_batch_size out: DeepSpeed derives it from the other two and the world size",
+    sentence="The global batch must be micro-batch × accumulation × data-parallel devices.",
+    remedy="take train_batch_size out: DeepSpeed derives it from the other two and the devices",
     source="runtime/config.py: _batch_assertion",
 )
 
-RULES = (IDENTITY,)
+RULES = (
+    IDENTITY,
+    Rule(
+        id="batch_number",
+        kind=Kind.REFUSE,
+        keys=_SIZES,
+        where=_not_sizes,
+        note=lambda s, key: f"it is {s.written(key)!r}",
+        sentence='Batch sizes must be numbers above 0: DeepSpeed itself knows no "auto" and no lists here.',
+        remedy='write the number; "auto" is for the Hugging Face Trainer, which replaces it',
+        source="runtime/config.py: _set_batch_related_parameters, _batch_assertion",
+    ),
+    Rule(
+        id="batch_missing",
+        kind=Kind.REFUSE,
+        keys=(TRAIN, MICRO),
+        where=_missing,
+        sentence="Either the global batch or the micro-batch must be given.",
+        remedy="write train_micro_batch_size_per_gpu",
+        source="runtime/config.py: _set_batch_related_parameters",
+    ),
+)
