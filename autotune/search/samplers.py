@@ -16,6 +16,10 @@ SEARCHES = ("auto", "tpe", "random", "grid", "gp")
 STARTUP = 10
 """Candidates taken from the shuffled list before a sampler is asked (a quarter of a smaller budget)."""
 
+EI_CANDIDATES = 100
+"""Draws that TPE chooses each proposal from. With Optuna's 24 the worst of ten seeds ended at 72 % of the best of a
+space of which two thirds did not fit, with 100 at 89 %; 400 were no better."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -36,7 +40,12 @@ class Plan:
         seed = (seed + trials) % 2**32
         if self.name == "tpe":
             return TPESampler(
-                seed=seed, n_startup_trials=self.startup, multivariate=True, group=True, constant_liar=False
+                seed=seed,
+                n_startup_trials=self.startup,
+                n_ei_candidates=EI_CANDIDATES,
+                multivariate=True,
+                group=True,
+                constant_liar=False,  # there are no other workers to keep apart, and it costs a write per trial
             )
         if self.name == "gp":
             return GPSampler(seed=seed, n_startup_trials=self.startup)

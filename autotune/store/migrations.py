@@ -23,7 +23,7 @@ def _first_tables(connection: Connection) -> None:
         text(
             """
             CREATE TABLE autotune_studies (
-                name VARCHAR(255) PRIMARY KEY,
+                name VARCHAR(255) NOT NULL PRIMARY KEY,
                 workload TEXT NOT NULL,
                 workload_digest VARCHAR(16) NOT NULL,
                 machine TEXT NOT NULL,
