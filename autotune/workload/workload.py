@@ -1,4 +1,4 @@
-"""What is trained: model, sequence length, global batch, precision, optimizer. Plain data, readable by every process."""
+"""What is trained: model, sequence length, global batch, precision, optimizer. Plain data for every process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,85 @@
+"""The cold launcher: a torchrun of its own for every probe, slower, and nothing is shared between probes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from autotune.errors import InfraError
+from autotune.probe.torchrun import preload
+from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, last_line, leashed, log_file, wait_telling
+from autotune.probe.torchrun.watch import Watch, kill_tree
+
+
+class Cold:
+    """A torchrun of its own for every probe: slower, and nothing is shared between probes."""
+
+    name = "cold"
+
+    def __init__(self, environ: dict[str, str], tell: Tell) -> None:
+        self._environ, self._tell = environ, tell
+        self._prepared = False
+
+    def describe(self, directory: Path) -> None:
+        """See Launcher."""
+        command = [sys.executable, "-m", "autotune.probe.torchrun.describe", str(directory)]
+        subprocess.run(leashed(command), env=self._environ, check=False, capture_output=True, timeout=START_S)
+
+    def run(self, spec_path: Path, world: int, deadline_s: float) -> AgentReport:
+        """See Launcher."""
+        self._prepare()
+        watch = Watch(spec_path.parent, world, deadline_s)
+        with (spec_path.parent / "agent.log").open("wb") as log:
+            agent = subprocess.Popen(
+                leashed([sys.executable, "-m", "autotune.probe.torchrun.agent", str(spec_path)]),
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            while agent.poll() is None and not watch.overdue():
+                time.sleep(0.05)
+        finally:
+            kill_tree(agent.pid)
+            agent.wait()
+            watch.kill()
+        try:
+            report: AgentReport = json.loads((spec_path.parent / "agent.json").read_text())
+        except (OSError, ValueError):
+            error = None if watch.timed_out else "torchrun ended without a report"
+            report = {"exit_codes": {}, "error": error}
+        return report | {"timed_out": watch.timed_out}
+
+    def close(self) -> None:
+        """See Launcher: nothing is kept."""
+
+    def _prepare(self) -> None:
+        """Compile DeepSpeed's operations before the first probe, so that none is timed while compiling."""
+        if self._prepared:
+            return
+        with tempfile.NamedTemporaryFile("w", prefix="autotune-status-") as status, log_file() as log:
+            process = subprocess.Popen(
+                leashed([sys.executable, "-m", "autotune.probe.torchrun.preload"]),
+                env=self._environ | {preload.STATUS_FILE: status.name},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                wait_telling(lambda: time.sleep(0.2), lambda: process.poll() is None, Path(status.name), self._tell)
+            finally:
+                kill_tree(process.pid)
+                process.wait()
+            if process.returncode != 0:
+                raise InfraError(
+                    f"torch and DeepSpeed could not be prepared: {last_line(log)}",
+                    "run `python -m autotune.probe.torchrun.preload` with TORCH_EXTENSIONS_DIR set to see more",
+                )
+        self._prepared = True

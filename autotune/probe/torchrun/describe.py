@@ -1,0 +1,78 @@
+"""Looks at a workload's model without building it for real: how many parameters, which blocks.
+
+`python -m autotune.probe.torchrun.describe DIRECTORY` reads `workload.json` there and writes `description.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from autotune.probe.torchrun.leash import die_with_parent
+from autotune.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What is known of a model before it is probed.
+
+    Attributes:
+        parameters: their number; None where the model cannot be built without data (on torch's meta device).
+        largest_parameter: elements of the largest one.
+        blocks: how many repeated blocks it has; 0 for none.
+        block: their class.
+        error: why it cannot be trained at all: the factory cannot be imported, the type is unknown.
+    """
+
+    parameters: int | None = None
+    largest_parameter: int | None = None
+    blocks: int = 0
+    block: str = ""
+    error: str | None = None
+
+
+def describe(workload: Workload) -> Description:
+    """Build the model on torch's meta device and look at it."""
+    import torch
+
+    from autotune.workload.build import FactoryError, build_model
+    from autotune.workload.checkpointing import CheckpointingError, find_blocks
+
+    try:
+        model, _ = build_model(workload, workload.precision, torch.device("meta"))
+    except FactoryError as error:
+        return Description(error=str(error))
+    except Exception as error:  # noqa: BLE001 - a custom model may need real data to be built: a probe will tell
+        if workload.model.factory:
+            return Description()
+        return Description(error=f"transformers cannot build model.type={workload.model.type}: {error}")
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    try:
+        _, blocks = find_blocks(model)
+    except CheckpointingError:
+        blocks = []
+    return Description(
+        parameters=sum(sizes),
+        largest_parameter=max(sizes, default=0),
+        blocks=len(blocks),
+        block=type(blocks[0]).__name__ if blocks else "",
+    )
+
+
+def main(directory: str) -> None:
+    """Describe the workload in a directory's `workload.json`."""
+    die_with_parent()
+    folder = Path(directory)
+    asked = json.loads((folder / "workload.json").read_text())
+    sys.path.insert(0, asked["working_directory"])
+    description = describe(Workload.from_dict(asked["workload"]))
+    part = folder / "description.part"
+    part.write_text(json.dumps(asdict(description)))
+    os.replace(part, folder / "description.json")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,101 @@
+"""The Launcher protocol, and what every launcher does alike: the ranks' environment, a leash, a log, waiting."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from autotune.machine.machine import Machine
+from autotune.probe.torchrun import preload
+from autotune.workload.workload import Workload
+
+START_S = 900.0
+"""Importing and compiling may take so long, seconds: compiling for CUDA takes minutes."""
+
+AgentReport = dict[str, Any]
+Tell = Callable[[str], None]
+
+
+class Launcher(Protocol):
+    """Runs the ranks of one probe at a time."""
+
+    name: str
+
+    def describe(self, directory: Path) -> None:
+        """Run autotune.probe.torchrun.describe on a directory."""
+        ...
+
+    def run(self, spec_path: Path, world: int, deadline_s: float) -> AgentReport:
+        """Run a probe's ranks to their end or to the deadline; afterwards none of them is left.
+
+        Returns:
+            The agent's report (see agent.launch), with `timed_out` beside it.
+
+        Raises:
+            InfraError: the launcher's own processes could not be started.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what is kept between probes."""
+        ...
+
+
+def environment(machine: Machine, workload: Workload, threads: int) -> dict[str, str]:
+    """The environment of every rank: explicit where it changes what is measured."""
+    package = str(Path(__file__).resolve().parents[3])
+    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "autotune" / "torch_extensions")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "DS_ACCELERATOR": machine.accelerator,
+        "TORCH_EXTENSIONS_DIR": extensions,
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        preload.MODEL_TYPE: workload.model.type,
+        preload.OPTIMIZER: workload.optimizer.type,
+    }
+
+
+def leashed(command: list[str]) -> list[str]:
+    """The command, made to die with this process."""
+    return [sys.executable, "-m", "autotune.probe.torchrun.leash", str(os.getpid()), *command]
+
+
+def log_file() -> IO[bytes]:
+    """A file for what processes print; gone when it is closed."""
+    return tempfile.TemporaryFile("w+b", prefix="autotune-log-")
+
+
+def last_line(log: IO[bytes]) -> str:
+    """What a process said last."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def wait_telling(
+    answer: Callable[[], AgentReport | None], alive: Callable[[], bool], status: Path, tell: Tell
+) -> AgentReport | None:
+    """Wait for an answer, for the end of who should give it, or for `START_S`; pass on what it says meanwhile."""
+    told, deadline = "", time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if (found := answer()) is not None:
+            return found
+        if (now := status.read_text()) != told:
+            told = now
+            tell(now)
+        if not alive():
+            return None
+    return None

@@ -1,0 +1,100 @@
+"""What must have happened before a rank starts quickly: everything imported, DeepSpeed's C++ operations compiled.
+
+The warm launcher's fork server imports this module once (`FORK_SERVER` is set there); the cold launcher runs it as a
+program, to compile. No tensor operation runs here and CUDA is not touched: a forked rank could not use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+FORK_SERVER = "AUTOTUNE_FORK_SERVER"
+MODEL_TYPE = "AUTOTUNE_MODEL_TYPE"
+OPTIMIZER = "AUTOTUNE_OPTIMIZER"
+STATUS_FILE = "AUTOTUNE_STATUS_FILE"
+
+_OPS = {"adam": ("FusedAdamBuilder", "CPUAdamBuilder"), "lion": ("FusedLionBuilder", "CPULionBuilder")}
+
+
+def tell(status: str) -> None:
+    """Say what is going on to whoever waits, in the file that the environment names."""
+    if path := os.environ.get(STATUS_FILE):
+        Path(path).write_text(status)
+
+
+def prepare() -> None:
+    """Import what ranks import, then compile and load DeepSpeed's operations."""
+    tell("importing torch, DeepSpeed and transformers")
+    for module in (
+        "deepspeed",
+        "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler, which DeepSpeed does late
+        "torch._inductor.compile_fx",
+        "transformers.models.auto.modeling_auto",
+        "autotune.probe.torchrun.worker",
+        "autotune.probe.torchrun.meters",
+        "autotune.workload.build",
+        "autotune.workload.checkpointing",
+        "autotune.workload.step",
+    ):
+        importlib.import_module(module)
+    if model_type := os.environ.get(MODEL_TYPE):
+        with contextlib.suppress(ImportError):  # a type whose module has another name is imported by the ranks
+            importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    with _compiling():
+        for builder in _builders():
+            name = builder().name
+            if not (_build_directory(name) / f"{name}.so").exists():
+                tell(f"compiling DeepSpeed's {name}, once (up to a minute)")
+            builder().load(verbose=False)
+    tell("ready")
+
+
+def _builders() -> list[Callable[[], Any]]:
+    """The builders of the operations that probes use on this accelerator, as far as they can be built here."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    kind = os.environ.get(OPTIMIZER, "adamw").lower()
+    names = [name for family, ops in _OPS.items() if kind.startswith(family) for name in ops]
+    if accelerator.device_name() == "cpu":
+        names.append("ShareMemCommBuilder")
+    builders = [accelerator.get_op_builder(name) for name in names]
+    return [b for b in builders if b is not None and hasattr(b, "NAME") and b().is_compatible(verbose=False)]
+
+
+def _build_directory(name: str) -> Path:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(name, False))
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Let one process compile at a time, whatever became of the others.
+
+    torch waits forever for a lock file that a killed compiler left behind; the lock here is the kernel's, so whoever
+    holds it may remove torch's.
+    """
+    root = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "autotune.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stale in root.glob("*/lock"):
+            stale.unlink()
+        yield
+
+
+if os.environ.get(FORK_SERVER):
+    from autotune.probe.torchrun.leash import die_with_parent
+
+    die_with_parent()
+    prepare()
+
+if __name__ == "__main__":
+    prepare()

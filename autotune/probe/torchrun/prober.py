@@ -1,0 +1,234 @@
+"""The real prober: one rank per device, DeepSpeed's engine, the wall clock and the memory meters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import SettingsError
+from autotune.probe.measurement import Measurement, Outcome
+from autotune.probe.prober import ProbeRequest
+from autotune.probe.spread import median_spread
+from autotune.probe.torchrun.cold import Cold
+from autotune.probe.torchrun.describe import Description
+from autotune.probe.torchrun.launcher import Launcher, Tell, environment
+from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
+from autotune.probe.torchrun.verdict import Evidence, Verdict, judge, memory_by_phase, worst
+from autotune.probe.torchrun.warm import Warm
+from autotune.settings import Settings
+from autotune.space.config import deepspeed_config
+
+SAMPLE_ABOVE = 4
+"""Longer accumulations are timed by windows of 2 and of 4 micro-steps, except on CPU and in confirmations."""
+LAUNCHERS: dict[str, Callable[[dict[str, str], Tell], Launcher]] = {"warm": Warm, "cold": Cold}
+PROTOCOL = 1
+"""Raised whenever what is measured changes, so that older measurements are not taken for new ones."""
+
+
+class TorchrunProber:
+    """Measures candidates on the machine here.
+
+    Args:
+        settings: of the sweep.
+        tell: takes a sentence when something takes its time (imports, compilation).
+    """
+
+    kind = "torchrun"
+
+    def __init__(self, settings: Settings, tell: Tell = lambda text: None) -> None:
+        self._settings = settings
+        self._machine, self._workload = settings.machine, settings.workload
+        self._threads, self._processors = placement(settings)
+        if settings.launcher.name not in LAUNCHERS:
+            raise SettingsError(
+                f"launcher={settings.launcher.name} is unknown", f"one of {', '.join(sorted(LAUNCHERS))}"
+            )
+        environ = environment(self._machine, self._workload, self._threads)
+        self._launcher = LAUNCHERS[settings.launcher.name](environ, tell)
+        self._description: Description | None = None
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """How it is measured: measurements under different protocols are not the same."""
+        probe = self._settings.probe
+        return {"version": PROTOCOL, "warmup_steps": probe.warmup_steps, "steps": probe.steps}
+
+    @property
+    def threads(self) -> int:
+        """Processor threads of each rank."""
+        return self._threads
+
+    def describe(self) -> Description:
+        """What is known of the model before it is probed; looked up once.
+
+        Raises:
+            InfraError: the launcher does not start.
+        """
+        if self._description is None:
+            with _run_directory() as directory:
+                asked = {"workload": self._workload.to_dict(), "working_directory": os.getcwd()}
+                (directory / "workload.json").write_text(json.dumps(asked))
+                self._launcher.describe(directory)
+                path = directory / "description.json"
+                self._description = Description(**json.loads(path.read_text())) if path.exists() else Description()
+        return self._description
+
+    def probe(self, request: ProbeRequest) -> Measurement:
+        """See Prober."""
+        parameters = self.describe().parameters
+        began = time.monotonic()
+        killed = _kernel_kills()
+        with _run_directory() as directory:
+            spec = self._spec(request, directory, parameters)
+            world = self._machine.world_size
+            report = self._launcher.run(spec.write(), world, self._deadline_s(spec))
+            pulses = [Pulse.read(directory, rank) for rank in range(world)]
+            evidence = Evidence(
+                results=[RankResult.read(directory, rank) for rank in range(world)],
+                phases=[pulse[2] if pulse else None for pulse in pulses],
+                exit_codes={int(rank): code for rank, code in report["exit_codes"].items()},
+                timed_out=report["timed_out"],
+                agent_error=report["error"],
+                kernel_killed=_kernel_kills() > killed,
+            )
+            verdict = judge(evidence)
+            detail = _detail(directory, verdict, evidence)
+        return self._measurement(request, evidence, verdict, detail, time.monotonic() - began)
+
+    def close(self) -> None:
+        """See Prober."""
+        self._launcher.close()
+
+    def _spec(self, request: ProbeRequest, directory: Path, parameters: int | None) -> ProbeSpec:
+        candidate = request.candidate
+        return ProbeSpec(
+            directory=str(directory),
+            working_directory=os.getcwd(),
+            candidate=candidate,
+            workload=self._workload,
+            machine=self._machine,
+            deepspeed_config=deepspeed_config(candidate, self._workload, self._machine),
+            parameters=parameters,
+            warmup_steps=self._settings.probe.warmup_steps,
+            steps=request.steps,
+            sampled_accumulation=(
+                self._machine.accelerator != "cpu"
+                and candidate.accumulation > SAMPLE_ABOVE
+                and not request.confirmation
+            ),
+            stop_below_tokens_per_s=None if request.confirmation else request.stop_below_tokens_per_s,
+            threads=self._threads,
+            processors=self._processors,
+        )
+
+    def _deadline_s(self, spec: ProbeSpec) -> float:
+        probe = self._settings.probe
+        share = (spec.warmup_steps + spec.steps) / (probe.warmup_steps + probe.steps)
+        return probe.deadline_s * max(1.0, share)
+
+    def _measurement(
+        self, request: ProbeRequest, evidence: Evidence, verdict: Verdict, detail: dict[str, Any], wall_s: float
+    ) -> Measurement:
+        results = evidence.results
+        memory = memory_by_phase(results)
+        allocated, reserved, total = (worst(memory, m) for m in ("allocated", "reserved", "device_total"))
+        needed = [r.needed_bytes for r in results if r is not None and r.needed_bytes]
+        whole: dict[str, Any] = {}
+        first = results[0] if results else None
+        if first is not None and verdict.outcome in (Outcome.OK, Outcome.STOPPED):
+            whole = self._speed(request, first, verdict.outcome)
+            whole["overhead_s"] = wall_s - first.unmeasured_s - first.measured_s
+            whole["losses"] = first.losses
+        return Measurement(
+            outcome=verdict.outcome,
+            probe_kind=self.kind,
+            phase=verdict.phase,
+            message=verdict.message,
+            peak_allocated_bytes=allocated[0] if allocated else None,
+            peak_reserved_bytes=reserved[0] if reserved else None,
+            device_total_bytes=total[0] if total else None,
+            worst_rank=allocated[1] if allocated else verdict.rank,
+            needed_bytes=max(needed, default=None),
+            host_peak_bytes=sum(r.host_peak_bytes for r in results if r is not None) or None,
+            skipped_steps=max((r.skipped_steps for r in results if r is not None), default=0),
+            memory=memory,
+            wall_s=wall_s,
+            environment=next((r.environment for r in results if r is not None), {}) | {"launcher": self._launcher.name},
+            detail=detail,
+            **whole,
+        )
+
+    def _speed(self, request: ProbeRequest, first: RankResult, outcome: Outcome) -> dict[str, Any]:
+        candidate = request.candidate
+        sequences = candidate.micro_batch * candidate.accumulation * self._machine.world_size
+        tokens = sequences * self._workload.seq_len
+        step, low, high = median_spread(first.step_times_s)
+        if outcome is Outcome.STOPPED:
+            step = low = high = min(first.step_times_s)
+        return {
+            "tokens_per_s": tokens / step,
+            "tokens_per_s_low": tokens / high,
+            "tokens_per_s_high": tokens / low,
+            "step_s": step,
+            "step_times_s": first.step_times_s,
+        }
+
+
+def placement(settings: Settings) -> tuple[int, list[list[int]]]:
+    """(threads per rank, processors of each local rank): cores shared equally, the rest left idle.
+
+    Where there are fewer cores than ranks, ranks share them and nothing is pinned.
+    """
+    available = sorted(os.sched_getaffinity(0))
+    ranks = settings.machine.devices_per_node
+    share = len(available) // ranks
+    threads = settings.probe.threads or max(1, share)
+    if share == 0 or threads > share:
+        return threads, [[] for _ in range(ranks)]
+    return threads, [available[rank * share : (rank + 1) * share] for rank in range(ranks)]
+
+
+@contextmanager
+def _run_directory() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="autotune-probe-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _detail(directory: Path, verdict: Verdict, evidence: Evidence) -> dict[str, Any]:
+    """What someone would want to read about a probe that did not go well."""
+    if verdict.outcome in (Outcome.OK, Outcome.STOPPED):
+        first = evidence.results[0]
+        return {"timeline_s": first.timeline_s} if first is not None else {}
+    detail: dict[str, Any] = {"rank": verdict.rank, "exit_codes": evidence.exit_codes}
+    if verdict.trace:
+        detail["trace"] = verdict.trace
+    else:
+        logs = sorted(directory.glob(f"logs/**/{verdict.rank or 0}/stderr.log")) + sorted(directory.glob("agent.log"))
+        tails = [text[-4000:] for log in logs if (text := log.read_text(errors="replace").strip())]
+        if tails:
+            detail["stderr"] = tails[0]
+    return detail
+
+
+def _kernel_kills() -> int:
+    """How often the kernel's OOM killer has struck here (cgroup v2's memory.events, else the kernel's)."""
+    for path, key in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    return 0

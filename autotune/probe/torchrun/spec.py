@@ -1,0 +1,166 @@
+"""The files of one probe: the spec that every rank reads, the result that each rank writes, its pulse in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.candidate import Candidate
+from autotune.machine.machine import Machine
+from autotune.probe.measurement import Phase
+from autotune.workload.workload import Workload
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSpec:
+    """All that a rank needs to know; plain data, so that ranks need no Hydra, Optuna or SQLAlchemy.
+
+    Attributes:
+        directory: the run directory, where results go.
+        working_directory: where the user stands: a custom model's factory is imported from there.
+        deepspeed_config: what DeepSpeed gets, unchanged.
+        parameters: of the model, where known; says how many bytes offloading moves to the host.
+        warmup_steps, steps: unmeasured and measured optimizer steps.
+        sampled_accumulation: time windows of 2 and of 4 micro-steps and solve for a whole step.
+        stop_below_tokens_per_s: see ProbeRequest.
+        threads: per rank.
+        processors: of each local rank, by local rank.
+    """
+
+    directory: str
+    working_directory: str
+    candidate: Candidate
+    workload: Workload
+    machine: Machine
+    deepspeed_config: dict[str, Any]
+    parameters: int | None
+    warmup_steps: int
+    steps: int
+    sampled_accumulation: bool
+    stop_below_tokens_per_s: float | None
+    threads: int
+    processors: list[list[int]]
+
+    def write(self) -> Path:
+        """Write `spec.json` into the run directory and return its path."""
+        path = Path(self.directory) / "spec.json"
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values |= {
+            "schema": SCHEMA,
+            "candidate": self.candidate.to_dict(),
+            "workload": self.workload.to_dict(),
+            "machine": self.machine.to_dict(),
+        }
+        path.write_text(json.dumps(values))
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> ProbeSpec:
+        """The spec that `write` wrote."""
+        values = json.loads(Path(path).read_text())
+        values.pop("schema")
+        values["candidate"] = Candidate.from_dict(values["candidate"])
+        values["workload"] = Workload.from_dict(values["workload"])
+        values["machine"] = Machine.from_dict(values["machine"])
+        return cls(**values)
+
+
+@dataclass(slots=True)
+class RankResult:
+    """What one rank has to say at its end, good or bad. Bytes and seconds.
+
+    Attributes:
+        failure: how it failed: oom_device, oom_host, invalid, diverged or crashed; None when it did not.
+        phase: where it failed.
+        message: the exception's type and first line.
+        trace: its traceback.
+        needed_bytes: for an OOM, what was in use and what was asked for beside it.
+        stopped: it ended early because it could not win.
+        step_times_s: the measured steps; with sampled accumulation each is solved from a pair of windows.
+        memory: phase → meters.
+        host_peak_bytes: this rank's share of resident memory (PSS), the most that was seen.
+        unmeasured_s: warm-up and tape steps; measured_s: the measured steps.
+    """
+
+    rank: int
+    failure: str | None = None
+    phase: str | None = None
+    message: str | None = None
+    trace: str | None = None
+    needed_bytes: int | None = None
+    stopped: bool = False
+    at: float = 0.0
+    step_times_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    skipped_steps: int = 0
+    memory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    host_peak_bytes: int = 0
+    unmeasured_s: float = 0.0
+    measured_s: float = 0.0
+    timeline_s: dict[str, float] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, directory: str | Path) -> None:
+        """Write `rank<r>.json`, whole or not at all."""
+        path = Path(directory) / f"rank{self.rank}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}))
+        os.replace(part, path)
+
+    @classmethod
+    def read(cls, directory: str | Path, rank: int) -> RankResult | None:
+        """The result that `write` wrote; None when there is none, or it is not whole."""
+        try:
+            values = json.loads((Path(directory) / f"rank{rank}.json").read_text())
+            if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
+                return None
+            return cls(**values)
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+class Pulse:
+    """A few bytes that a rank keeps current in a mapped file, so that its phase is known even when it is killed.
+
+    Writing is a store to memory: it costs nothing in a timed step.
+    """
+
+    _LAYOUT = struct.Struct("<qdqq")  # pid, create time of the process, phase index, bytes in use
+
+    def __init__(self, directory: str | Path, rank: int) -> None:
+        path = Path(directory) / f"rank{rank}.pulse"
+        path.write_bytes(bytes(self._LAYOUT.size))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), self._LAYOUT.size)
+        self._values: list[Any] = [os.getpid(), 0.0, 0, 0]
+
+    def start(self, create_time: float) -> None:
+        """Say which process this is."""
+        self._values[1] = create_time
+        self._store()
+
+    def phase(self, phase: Phase, used: int = 0) -> None:
+        """Say what is going on, and how many bytes of the device are in use where that is known."""
+        self._values[2] = list(Phase).index(phase)
+        self._values[3] = used or self._values[3]
+        self._store()
+
+    def _store(self) -> None:
+        self._LAYOUT.pack_into(self._map, 0, *self._values)
+
+    @classmethod
+    def read(cls, directory: str | Path, rank: int) -> tuple[int, float, Phase] | None:
+        """(pid, create time, phase) of a rank; None when it has not started."""
+        try:
+            values = cls._LAYOUT.unpack((Path(directory) / f"rank{rank}.pulse").read_bytes())
+        except (OSError, struct.error):
+            return None
+        return (values[0], values[1], list(Phase)[values[2]]) if values[0] else None

@@ -1,0 +1,106 @@
+"""From what ranks and their agent left behind to one outcome: total, whatever is missing."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.probe.measurement import Outcome, Phase
+from autotune.probe.torchrun.spec import RankResult
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of a probe after its end.
+
+    Attributes:
+        results: of each rank; None where a rank left none, or none that is whole.
+        phases: what each rank was last doing; None where it never started.
+        exit_codes: of ranks that ended by themselves before their agent ended them; negative for signals.
+        timed_out: whether the deadline ended it.
+        agent_error: what kept the launcher from its work.
+        kernel_killed: whether the kernel's OOM killer was at work meanwhile.
+    """
+
+    results: list[RankResult | None]
+    phases: list[Phase | None]
+    exit_codes: dict[int, int]
+    timed_out: bool
+    agent_error: str | None
+    kernel_killed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome, where and on which rank it came about, and why in one sentence."""
+
+    outcome: Outcome
+    phase: Phase | None = None
+    rank: int | None = None
+    message: str | None = None
+    trace: str | None = None
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict on a probe.
+
+    A rank that told its failure is believed before anything else; of several the first in time is the cause, except
+    that running out of memory explains what its peers see, and not the other way round. Then come deaths without a
+    word, the deadline, the launcher's own trouble, and last silence.
+    """
+    told = [r for r in evidence.results if r is not None and r.failure is not None]
+    if told:
+        cause = min(told, key=lambda r: (not str(r.failure).startswith("oom"), r.at))
+        return Verdict(Outcome(str(cause.failure)), _phase(cause.phase), cause.rank, cause.message, cause.trace)
+    if evidence.results and all(r is not None for r in evidence.results) and not evidence.timed_out:
+        stopped = any(r is not None and r.stopped for r in evidence.results)
+        return Verdict(Outcome.STOPPED if stopped else Outcome.OK)
+    if evidence.timed_out:
+        late = next((rank for rank, r in enumerate(evidence.results) if r is None), None)
+        phase = evidence.phases[late] if late is not None else None
+        if not any(evidence.phases):
+            return Verdict(Outcome.INFRA, message="no rank had started by the deadline")
+        return Verdict(Outcome.TIMEOUT, phase, late, "the probe was not done by its deadline (probe.deadline_s)")
+    if evidence.exit_codes:
+        rank, code = min(evidence.exit_codes.items(), key=lambda item: (-item[1] == signal.SIGTERM, item[0]))
+        return _silent_death(evidence, rank, code)
+    if evidence.agent_error is not None:
+        return Verdict(Outcome.INFRA, message=evidence.agent_error)
+    silent = next((rank for rank, r in enumerate(evidence.results) if r is None), 0)
+    if evidence.phases[silent] is None:
+        return Verdict(Outcome.INFRA, rank=silent, message=f"rank {silent} never started")
+    return Verdict(
+        Outcome.CRASHED, evidence.phases[silent], silent, f"rank {silent} ended without a result and without an error"
+    )
+
+
+def _silent_death(evidence: Evidence, rank: int, code: int) -> Verdict:
+    phase = evidence.phases[rank] if rank < len(evidence.phases) else None
+    if code == -signal.SIGKILL and evidence.kernel_killed:
+        return Verdict(Outcome.OOM_HOST, phase, rank, f"the kernel killed rank {rank}: the host's memory ran out")
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return Verdict(Outcome.CRASHED, phase, rank, f"rank {rank} {how} without a result")
+
+
+def _phase(name: str | None) -> Phase | None:
+    return Phase(name) if name else None
+
+
+def memory_by_phase(results: list[RankResult | None]) -> dict[str, list[dict[str, Any]]]:
+    """Phase → that phase's meters of every rank that has them, each with its rank."""
+    phases: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        for phase, meters in (result.memory if result is not None else {}).items():
+            assert result is not None
+            phases.setdefault(phase, []).append({"rank": result.rank, **meters})
+    return phases
+
+
+def worst(memory: dict[str, list[dict[str, Any]]], meter: str) -> tuple[int, int] | None:
+    """(bytes, rank) of the largest reading of a meter over all phases and ranks; None where nothing has it."""
+    readings = [(m[meter], -m["rank"]) for ranks in memory.values() for m in ranks if m.get(meter) is not None]
+    if not readings:
+        return None
+    size, rank = max(readings)
+    return size, -rank

@@ -1,0 +1,114 @@
+"""The warm launcher: one long-lived host process, whose fork server starts ranks in tens of milliseconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InfraError
+from autotune.probe.torchrun import preload
+from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, last_line, leashed, log_file, wait_telling
+from autotune.probe.torchrun.watch import Watch, kill_tree
+
+
+class Warm:
+    """One long-lived host process (host.py), whose fork server starts ranks in tens of milliseconds."""
+
+    name = "warm"
+
+    def __init__(self, environ: dict[str, str], tell: Tell) -> None:
+        self._environ, self._tell = environ, tell
+        self._host: subprocess.Popen[bytes] | None = None
+        self._requests = self._replies = -1
+        self._buffer = b""
+
+    def describe(self, directory: Path) -> None:
+        """See Launcher."""
+        self._request({"describe": str(directory)})
+        self._reply(START_S)
+
+    def run(self, spec_path: Path, world: int, deadline_s: float) -> AgentReport:
+        """See Launcher."""
+        self._request({"spec": str(spec_path)})
+        watch = Watch(spec_path.parent, world, deadline_s)
+        report: AgentReport | None = None
+        try:
+            while True:
+                report = self._reply(0.1)
+                if report is not None:
+                    return report | {"timed_out": watch.timed_out}
+                if not self._alive():
+                    self._tell("the fork server's host died; a new one is started")
+                    return {"exit_codes": {}, "error": "the launcher's host process died", "timed_out": watch.timed_out}
+                if watch.overdue():
+                    self.close()
+                    return {"exit_codes": {}, "error": None, "timed_out": watch.timed_out}
+        finally:
+            if report is None:  # interrupted, dead or stuck: a new host serves the next probe
+                self.close()
+            watch.kill()
+
+    def close(self) -> None:
+        """See Launcher."""
+        host, self._host = self._host, None
+        if host is None:
+            return
+        os.close(self._requests)
+        os.close(self._replies)
+        kill_tree(host.pid)
+        host.wait()
+
+    def _alive(self) -> bool:
+        return self._host is not None and self._host.poll() is None
+
+    def _start(self) -> None:
+        requests, self._requests = os.pipe()
+        self._replies, replies = os.pipe()
+        self._buffer = b""
+        with tempfile.NamedTemporaryFile("w", prefix="autotune-status-") as status, log_file() as log:
+            environ = self._environ | {preload.STATUS_FILE: status.name}
+            command = [sys.executable, "-m", "autotune.probe.torchrun.host", str(requests), str(replies)]
+            # Its own session: Ctrl-C in the terminal is the controller's to handle.
+            self._host = subprocess.Popen(
+                leashed(command),
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(requests, replies),
+                start_new_session=True,
+            )
+            os.close(requests)
+            os.close(replies)
+            answer = wait_telling(lambda: self._reply(0.2), self._alive, Path(status.name), self._tell)
+            if not (answer and answer.get("ready")):
+                self.close()
+                raise InfraError(
+                    f"the process that ranks are forked from did not start: {last_line(log)}",
+                    "try launcher=cold, whose ranks start by themselves, to see more",
+                )
+
+    def _request(self, request: dict[str, Any]) -> None:
+        if not self._alive():
+            self.close()
+            self._start()
+        os.write(self._requests, json.dumps(request).encode() + b"\n")
+
+    def _reply(self, timeout_s: float) -> AgentReport | None:
+        """The next line from the host, or None after the timeout or at its end."""
+        if b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._replies], [], [], timeout_s)
+            if ready:
+                self._buffer += os.read(self._replies, 65536)
+        line, newline, rest = self._buffer.partition(b"\n")
+        if not newline:
+            return None
+        self._buffer = rest
+        report: AgentReport = json.loads(line)
+        return report

@@ -1,0 +1,81 @@
+"""Looks after the ranks of one probe from outside: their deadline, their silent ends, their end in any case."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+
+from autotune.probe.torchrun.spec import Pulse, RankResult
+
+GRACE_S = 6.0
+"""After the ranks are gone or killed, the agent has so long to say so before it is killed too, seconds."""
+VANISHED_S = 1.0
+"""A rank that ended without a result is given so long to be noticed by its agent, seconds."""
+
+
+class Watch:
+    """Looks after the ranks of one probe from outside: their deadline, their silent ends, their end in any case."""
+
+    def __init__(self, directory: Path, world: int, deadline_s: float) -> None:
+        self._directory, self._world = directory, world
+        self._deadline = time.monotonic() + deadline_s
+        self._killed_at: float | None = None
+        self._vanished_at: float | None = None
+        self.timed_out = False
+
+    def overdue(self) -> bool:
+        """Kill the ranks at the deadline, or when one of them is gone without a word; True when that failed."""
+        now = time.monotonic()
+        if self._killed_at is not None:
+            return now > self._killed_at + GRACE_S
+        if now > self._deadline:
+            self.timed_out = True
+            self.kill()
+        elif self._someone_vanished():
+            self._vanished_at = self._vanished_at or now
+            if now > self._vanished_at + VANISHED_S:
+                self.kill()
+        return False
+
+    def kill(self) -> None:
+        """End every rank of this probe that is still there, and only those."""
+        self._killed_at = self._killed_at or time.monotonic()
+        for rank in range(self._world):
+            if (process := self._process(rank)) is not None:
+                kill_tree(process.pid)
+
+    def _process(self, rank: int) -> psutil.Process | None:
+        """A rank's process while it is the one that wrote its pulse."""
+        pulse = Pulse.read(self._directory, rank)
+        if pulse is None:
+            return None
+        try:
+            process = psutil.Process(pulse[0])
+            same = abs(process.create_time() - pulse[1]) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return process if same else None
+
+    def _someone_vanished(self) -> bool:
+        return any(
+            Pulse.read(self._directory, rank) is not None
+            and self._process(rank) is None
+            and RankResult.read(self._directory, rank) is None
+            for rank in range(self._world)
+        )
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and all that descends from it, deepest last to first so that nobody is adopted meanwhile."""
+    try:
+        root = psutil.Process(pid)
+        processes = [*root.children(recursive=True), root]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,356 @@
+"""What runs in every rank: build, initialise, warm up, tape, measure; its end, good or bad, is one result file."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+
+from autotune.probe.measurement import Phase
+from autotune.probe.torchrun.failure import DivergedError, classify, requested_bytes
+from autotune.probe.torchrun.leash import die_with_parent
+from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
+
+MOST_SKIPPED = 40
+"""fp16's dynamic loss scale starts at 2**16 and halves with every skipped step; after so many, training diverges."""
+HOPE = 1.1
+"""A probe goes on while its best step, made faster by this factor, would still reach the best candidate."""
+
+
+def run(spec_path: str) -> None:
+    """Run one rank of a probe; called in a forked process (warm) or as a program (cold).
+
+    Never raises: a failure is written to the rank's result file, and the process ends at once, because its peers
+    may be waiting for it in a collective.
+    """
+    die_with_parent()
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    spec = ProbeSpec.read(spec_path)
+    pulse = Pulse(spec.directory, rank)
+    pulse.start(psutil.Process().create_time())
+    result = RankResult(rank=rank)
+    probe = _Rank(spec, rank, local_rank, pulse, result)
+    try:
+        probe.run()
+    except Exception as error:  # noqa: BLE001 - whatever a model, DeepSpeed or torch raises is this probe's outcome
+        probe.fail(error)
+        result.write(spec.directory)
+        os._exit(1)
+    result.write(spec.directory)
+
+
+class _Rank:
+    """One rank's way through a probe."""
+
+    def __init__(self, spec: ProbeSpec, rank: int, local_rank: int, pulse: Pulse, result: RankResult) -> None:
+        self.spec, self.rank, self.local_rank = spec, rank, local_rank
+        self.pulse, self.result = pulse, result
+        self.world = spec.machine.world_size
+        self.on_cpu = spec.machine.accelerator == "cpu"
+        self.now = Phase.LOAD
+        self.meters: Any = None
+        self.steps_made = 0
+        self.losses: list[Any] = []
+        self.began = time.monotonic()
+
+    # -- the way ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self.place()
+        import torch
+
+        from autotune.probe.torchrun.meters import CpuMeters, CudaMeters
+
+        self.join()
+        self.mark("joined")
+        if self.on_cpu:
+            self.device = torch.device("cpu")
+            self.meters = CpuMeters(self.spec.machine.device_memory_bytes, self.offloaded_bytes())
+        else:
+            self.device = torch.device("cuda", self.local_rank)
+            self.meters = CudaMeters(self.spec.machine.device_memory_bytes)
+        with self.meters.taping():
+            self.build()
+            self.mark("built")
+            self.initialise()
+            self.mark("initialised")
+            began = time.monotonic()
+            self.taped_steps()
+        self.meters.release()
+        for _ in range(self.spec.warmup_steps - 1):
+            self.unskipped_step(self.phase)
+        self.check_losses()
+        self.result.unmeasured_s = time.monotonic() - began
+        self.mark("warm")
+        self.measure()
+        self.mark("measured")
+        self.check_losses()
+        self.finish()
+
+    def place(self) -> None:
+        """Give this rank its processors and threads: the same for every candidate, and recorded."""
+        import torch
+
+        sys.path.insert(0, self.spec.working_directory)
+        processors = self.spec.processors[self.local_rank]
+        if processors:
+            os.sched_setaffinity(0, processors)
+        torch.set_num_threads(self.spec.threads)
+        allocator = allocator_settings(self.spec)
+        if allocator:
+            os.environ["PYTORCH_ALLOC_CONF"] = allocator
+        if not self.on_cpu:
+            torch.cuda.set_device(self.local_rank)
+        self.result.environment = {
+            "threads": self.spec.threads,
+            "processors": processors,
+            "PYTORCH_ALLOC_CONF": allocator or os.environ.get("PYTORCH_ALLOC_CONF", ""),
+            "torch": torch.__version__,
+        }
+
+    def join(self) -> None:
+        """Join the other ranks."""
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo" if self.on_cpu else "nccl", verbose=False)
+        self.result.environment["deepspeed"] = deepspeed.__version__
+
+    def build(self) -> None:
+        """Load: the model on the device, or partitioned as it is born, with the weights that every candidate has."""
+        import deepspeed
+        import torch
+
+        from autotune.workload.build import build_model, fill_weights
+        from autotune.workload.checkpointing import apply_checkpointing
+
+        spec, candidate = self.spec, self.spec.candidate
+        place: Any = self.device
+        if candidate.zero_stage == 3:
+            self.phase(Phase.INIT)  # DeepSpeed reads the configuration here: what it refuses is refused, not a crash
+            place = deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(spec.deepspeed_config))
+        self.phase(Phase.LOAD)
+        self.meters.begin()
+        with torch.random.fork_rng(devices=[]):
+            self.model, self.make_batch = build_model(spec.workload, candidate.precision, place)
+        fill_weights(self.model, spec.workload.seed)
+        self.targets = []
+        if candidate.checkpoint_blocks != "none":
+            self.targets = apply_checkpointing(
+                self.model,
+                candidate.checkpoint_blocks,
+                candidate.checkpoint_part or "whole",
+                candidate.checkpoint_input or "device",
+            )
+        self.record(Phase.LOAD)
+
+    def initialise(self) -> None:
+        """Init: DeepSpeed takes the model."""
+        import deepspeed
+
+        self.phase(Phase.INIT)
+        self.meters.begin()
+        self.engine, *_ = deepspeed.initialize(
+            model=self.model,
+            model_parameters=[p for p in self.model.parameters() if p.requires_grad],
+            config=copy.deepcopy(self.spec.deepspeed_config),
+        )
+        self.meters.settle(self.engine)
+        self.record(Phase.INIT)
+
+    def taped_steps(self) -> None:
+        """The first step, in which states are born and checkpointing is checked; then the steady one, per phase."""
+        from autotune.workload.checkpointing import SavedBytes
+
+        self.meters.begin()
+        with SavedBytes(self.targets) as saved:
+            self.unskipped_step(self.phase)
+        self.meters.settle(self.engine)
+        self.record("first_step")
+        saved.check()
+
+        open_phase: list[Phase] = []
+
+        def on_phase(phase: Phase) -> None:
+            if open_phase:
+                self.record(open_phase.pop())
+            open_phase.append(phase)
+            self.phase(phase)
+            self.meters.begin()
+
+        self.unskipped_step(on_phase)
+        self.record(open_phase.pop())
+
+    def measure(self) -> None:
+        """Time whole optimizer steps, synchronised at both ends."""
+        spec, result = self.spec, self.result
+        accumulation = spec.candidate.accumulation
+        tokens = spec.candidate.micro_batch * accumulation * self.world * spec.workload.seq_len
+        began = time.monotonic()
+        for _ in range(spec.steps):
+            if spec.sampled_accumulation:
+                two, four = self.timed_step(2), self.timed_step(4)
+                micro = (four - two) / 2
+                result.step_times_s.append((accumulation - 1) * micro + two - micro)
+            else:
+                result.step_times_s.append(self.timed_step(accumulation))
+            if len(result.step_times_s) >= 2 and self.cannot_win(tokens / min(result.step_times_s)):
+                result.stopped = True
+                break
+        result.measured_s = time.monotonic() - began
+
+    def timed_step(self, micro_steps: int) -> float:
+        """Seconds of one unskipped optimizer step of so many micro-steps."""
+        seconds: list[float] = []
+
+        @contextmanager
+        def timing() -> Iterator[None]:
+            self.synchronise()
+            start = time.perf_counter()
+            yield
+            self.synchronise()
+            seconds.append(time.perf_counter() - start)
+
+        self.unskipped_step(self.phase, micro_steps, timing)
+        return seconds[-1]
+
+    def cannot_win(self, best_tokens_per_s: float) -> bool:
+        """Whether even 10 % better than its best step would not do; rank 0 decides for all."""
+        if self.spec.stop_below_tokens_per_s is None:
+            return False
+        import torch
+        import torch.distributed as dist
+
+        hopeless = best_tokens_per_s * HOPE < self.spec.stop_below_tokens_per_s
+        decision = torch.tensor([int(hopeless)], device=self.device)
+        dist.broadcast(decision, src=0)
+        return bool(decision.item())
+
+    # -- its steps ----------------------------------------------------------------------------------------------
+
+    def unskipped_step(
+        self,
+        on_phase: Callable[[Phase], None],
+        micro_steps: int | None = None,
+        timing: Callable[[], Any] = ExitStack,
+    ) -> None:
+        """Make one optimizer step that DeepSpeed does not skip: a skipped one allocates and computes too little."""
+        from autotune.workload.build import make_step_batches
+        from autotune.workload.step import optimizer_step
+
+        for _ in range(MOST_SKIPPED):
+            batches = make_step_batches(
+                self.make_batch,
+                self.spec.workload,
+                self.steps_made,
+                self.spec.candidate.micro_batch,
+                micro_steps or self.spec.candidate.accumulation,
+                self.rank,
+                self.world,
+            )
+            skipped = self.engine.skipped_steps
+            with timing():
+                loss = optimizer_step(self.engine, batches, self.device, on_phase)
+            self.steps_made += 1
+            if self.engine.skipped_steps == skipped:
+                self.losses.append(loss)
+                return
+            self.result.skipped_steps += 1
+        raise DivergedError(f"DeepSpeed skipped {MOST_SKIPPED} optimizer steps in a row: gradients overflow")
+
+    def synchronise(self) -> None:
+        """Wait for the device, then for the other ranks."""
+        import torch
+        import torch.distributed as dist
+
+        if not self.on_cpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def check_losses(self) -> None:
+        """Average the losses so far over the ranks and refuse those that are no numbers.
+
+        Raises:
+            DivergedError: a loss is not finite.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if not self.losses:
+            return
+        losses = torch.stack(self.losses).to(self.device)
+        dist.all_reduce(losses)
+        self.result.losses += [float(x) / self.world for x in losses.tolist()]
+        self.losses = []
+        for step, loss in enumerate(self.result.losses):
+            if not abs(loss) < float("inf"):
+                raise DivergedError(f"the loss of optimizer step {step + 1} is {loss}")
+
+    # -- its accounts -------------------------------------------------------------------------------------------
+
+    def phase(self, phase: Phase) -> None:
+        """Note what is going on, for this process and for whoever watches it."""
+        self.now = phase
+        self.pulse.phase(phase)
+
+    def record(self, name: str) -> None:
+        """Keep the record of a phase, the worst over its micro-steps."""
+        record = self.meters.read()
+        kept = self.result.memory.setdefault(str(name), record)
+        for key, value in record.items():
+            kept[key] = max(kept.get(key, 0), value)
+        self.result.host_peak_bytes = max(self.result.host_peak_bytes, record["pss"])
+
+    def mark(self, name: str) -> None:
+        """Keep how long it took to come here, seconds."""
+        self.result.timeline_s[name] = round(time.monotonic() - self.began, 4)
+
+    def offloaded_bytes(self) -> int:
+        """At most so many bytes of this rank will belong to the host, from the model's size.
+
+        Per parameter of the partition: fp32 master, two states and gradient, and DeepSpeed's 16-bit and gradient
+        buffers beside them (20); 4 for an offloaded parameter.
+        """
+        candidate, parameters = self.spec.candidate, self.spec.parameters or 0
+        share = -(-parameters // self.world)
+        return share * (20 * (candidate.offload_optimizer == "cpu") + 4 * (candidate.offload_param == "cpu"))
+
+    def finish(self) -> None:
+        """Read the meters once more: what the measured steps did to the allocator and to the host."""
+        self.record("measured")
+        self.result.at = time.time()
+
+    def fail(self, error: Exception) -> None:
+        """Say what went wrong, where, and what kind of outcome that is."""
+        requested = requested_bytes(error)
+        full = False
+        if self.meters is not None:
+            full = self.meters.full(requested)
+            if self.meters.failed_at and requested:
+                self.result.needed_bytes = self.meters.failed_at + requested
+        self.result.failure = classify(error, self.now, full, self.on_cpu)
+        self.result.phase = str(self.now)
+        lines = str(error).strip().splitlines() or [""]
+        self.result.message = f"{type(error).__name__}: {lines[0][:500]}".rstrip(": ")
+        self.result.trace = traceback.format_exc()[-8000:]
+        self.result.at = time.time()
+
+
+def allocator_settings(spec: ProbeSpec) -> str:
+    """PYTORCH_ALLOC_CONF for the candidate's allocator knobs; empty where it has none."""
+    parts = []
+    if spec.candidate.expandable_segments is not None:
+        parts.append(f"expandable_segments:{spec.candidate.expandable_segments}")
+    if spec.candidate.garbage_collection_threshold:
+        parts.append(f"garbage_collection_threshold:{spec.candidate.garbage_collection_threshold}")
+    return ",".join(parts)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])
