@@ -68,7 +68,7 @@ def nearest_miss(records: Sequence[ProbeRecord], machine: Machine) -> tuple[Prob
     needs = []
     for record in records:
         measurement = record.measurement
-        device_oom = measurement.outcome is Outcome.OOM_DEVICE and not record.inferred
+        device_oom = measurement.outcome is Outcome.OOM_DEVICE
         need = measurement.needed_bytes if device_oom else measurement.used_bytes
         if (device_oom or measurement.outcome.measured_memory) and need is not None and need > machine.usable_bytes:
             needs.append((record, need))

@@ -200,7 +200,8 @@ class Search:
             lambda candidate, number, of: self._measurer.confirm(candidate, history, number, of),
         )
         if held is None:
-            records = history.settling() + [record for record in history.records if record.confirmation]
+            confirmed = [r for r in history.records if r.confirmation and r.candidate in self._possible]
+            records = history.settling() + confirmed
             raise misses.nothing_fits(records, self._impossible, machine, self._space.ledger.summary(), self._reason)
         winner = held.finalists[0]
         self._store.set_winner(self._study, winner.trial)

@@ -1,14 +1,28 @@
-"""A plausible table: memory and speed of a 7-billion-parameter model on eight devices, as a formula."""
+"""A plausible table (a 7-billion-parameter model on eight devices, as a formula) and sweeps over it."""
 
 from __future__ import annotations
 
 import math
+import tempfile
 import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from autotune.candidate import Candidate
 from autotune.machine.machine import Machine
 from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.table import TableProber
+from autotune.search.observer import Observer
+from autotune.search.result import Result
+from autotune.search.search import Search
 from autotune.settings import BudgetSettings, SearchSettings, Settings, SpaceSettings
+from autotune.space.space import Space
+from autotune.store.records import ProbeRecord
+from autotune.store.store import Store
 from autotune.workload.workload import Model, Workload
 
 MACHINE = Machine(
@@ -81,7 +95,7 @@ def measure(candidate: Candidate, parameters: float = PARAMETERS) -> Measurement
     )
 
 
-def settings(
+def make_settings(
     *, search: str = "auto", seed: int = 0, probes: int = 40, batch: int | None = 512, **knobs: object
 ) -> Settings:
     """Settings over the formula; `knobs` are those of the space."""
@@ -102,3 +116,121 @@ def settings(
         search=SearchSettings(name=search, seed=seed),
         budget=BudgetSettings(probes=probes),
     )
+
+
+@dataclass
+class Sweeper:
+    """Runs sweeps of one store over the formula, or over another table."""
+
+    store: Store
+    table: Callable[[Candidate], Measurement] = measure
+    prober: TableProber = field(init=False)
+    search: Search = field(init=False)
+
+    def prepare(self, settings: Settings, **more: Any) -> Search:
+        self.prober = TableProber(self.table)
+        self.search = Search(settings, Space(settings), self.store, self.prober, **more)
+        return self.search
+
+    def run(self, settings: Settings, **more: Any) -> Result:
+        return self.prepare(settings, **more).run()
+
+    def rows(self, study: str = "formula-table-1x8") -> list[ProbeRecord]:
+        return self.store.probes(study)
+
+    @property
+    def probed(self) -> list[Candidate]:
+        """What the last sweep started processes for, in order."""
+        return [request.candidate for request in self.prober.requests if not request.confirmation]
+
+    @property
+    def confirmed(self) -> list[Candidate]:
+        return [request.candidate for request in self.prober.requests if request.confirmation]
+
+
+class Diary(Observer):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+
+    def started(self, overview: Any) -> None:
+        self.entries.append(("started", overview))
+
+    def probing(self, candidate: Candidate, number: int, left: int) -> None:
+        self.entries.append(("probing", candidate, number, left))
+
+    def finished(self, record: ProbeRecord) -> None:
+        self.entries.append(("finished", record))
+
+    def again(self, record: ProbeRecord, attempt: int) -> None:
+        self.entries.append(("again", record, attempt))
+
+    def searched(self, reason: str) -> None:
+        self.entries.append(("searched", reason))
+
+    def confirming(self, candidate: Candidate, number: int, of: int) -> None:
+        self.entries.append(("confirming", candidate, number, of))
+
+    def of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [entry[1:] for entry in self.entries if entry[0] == kind]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where there is one: a sweep commits some twenty times a probe."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def url(folder: Path) -> str:
+    return f"sqlite:///{folder / 'autotune.db'}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    opened = Store.open(url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def sweeper(store: Store) -> Sweeper:
+    return Sweeper(store)
+
+
+@pytest.fixture
+def settings() -> Callable[..., Settings]:
+    """Makes settings over the formula: a small space that is listed whole, unless told otherwise."""
+
+    def make(**more: Any) -> Settings:
+        small = {
+            "zero_stage": [1, 2],
+            "micro_batch": [1, 2, 4, 8, 16],
+            "offload_optimizer": None,
+            "offload_param": None,
+            "checkpoint_blocks": "none",
+            "checkpoint_part": "whole",
+            "checkpoint_input": "device",
+        }
+        return make_settings(**(small | more))
+
+    return make
+
+
+@pytest.fixture
+def large() -> Callable[..., Settings]:
+    """Makes settings over the whole formula: 1,026 candidates."""
+    return make_settings
+
+
+@pytest.fixture
+def formula() -> Callable[..., Measurement]:
+    return measure
+
+
+@pytest.fixture
+def diary() -> Diary:
+    return Diary()
