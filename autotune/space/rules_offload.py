@@ -119,7 +119,6 @@ RULES = (
             and s.optimizer in ("adam", "adamw")
             and s.get("optimizer.params.torch_adam", False) is True
         ),
-        becomes=lambda s: False,
         sentence="torch_adam puts torch's Adam on the processor, in the place of DeepSpeed's much faster CPU Adam.",
         remedy="take torch_adam out",
         source="runtime/engine.py: get_optimizer_configuration",

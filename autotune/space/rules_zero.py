@@ -35,6 +35,7 @@ _GRADIENT_KEYS = tuple(
 _HPZ = ZERO + "zero_hpz_partition_size"
 _ALLGATHER = ZERO + "allgather_bucket_size"
 _CONTIGUOUS = ZERO + "contiguous_gradients"
+_PREFETCH = ZERO + "stage3_prefetch_bucket_size"
 _SEQUENTIAL = ZERO + "stage3_allgather_sequential"
 
 
@@ -193,8 +194,8 @@ RULES = (
     Rule(
         id="allgather_sequential",
         kind=Kind.CHANGE,
-        keys=(ZERO + "stage3_prefetch_bucket_size",),
-        when=lambda s: s.stage == 3 and s.get(_SEQUENTIAL, False) is True,
+        keys=(_PREFETCH,),
+        when=lambda s: s.stage == 3 and s.get(_SEQUENTIAL, False) is True and s.get(_PREFETCH) != 1,
         becomes=lambda s: 1,
         sentence="Gathering parameters one by one sets the prefetch bucket to one element.",
         remedy="take one of the two keys out",
