@@ -125,7 +125,7 @@ KNOBS: tuple[Knob, ...] = (
         default=False, key="expandable_segments",
     ),
     Knob(
-        "garbage_collection_threshold", "float", "Share of torch's memory fraction above which it frees idle blocks; needs a fraction set.",
+        "garbage_collection_threshold", "float", "Share of a set memory fraction above which idle blocks are freed.",
         low=0.01, high=0.99, none=True, key="garbage_collection_threshold",
     ),
     Knob(
