@@ -102,6 +102,7 @@ class Search:
     @cached_property
     def _plan(self) -> Plan:
         search, budget = self._settings.search, self._settings.budget.probes
+        budget -= self._outside is not None  # its probe is one of them
         return plan(search.name, search.seed, list(self._possible), self._space.baseline, budget)
 
     @cached_property

@@ -6,13 +6,15 @@ home directories of clusters live on, and with one writer and a row per probe it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, ProgrammingError
 
 from autotune.errors import StoreError
 from autotune.settings import normalise_store
@@ -22,6 +24,10 @@ LOCK_TIMEOUT_S = 30.0
 
 CONNECT_TIMEOUT_S = 10
 """How long a PostgreSQL server may take to answer; without it a filtered port hangs for minutes."""
+
+_TRIES = 20
+
+Made = TypeVar("Made")
 
 _EXAMPLES = "sqlite:///studies/autotune.db or postgresql://user@host/database"
 
@@ -96,3 +102,18 @@ def writing(engine: Engine) -> Iterator[Connection]:
         connection = connection.execution_options(autotune_writes=True)
         with connection.begin():
             yield connection
+
+
+def patiently(make: Callable[[], Made]) -> Made:
+    """What `make` makes, tried again where another process was making the same tables at that moment.
+
+    Optuna looks whether its tables exist and then creates them, one by one and without a lock.
+    """
+    for _ in range(_TRIES):
+        try:
+            return make()
+        except (IntegrityError, OperationalError, ProgrammingError) as error:
+            if not isinstance(error, IntegrityError) and "already exists" not in str(error):
+                raise
+            time.sleep(random.uniform(0.02, 0.2))
+    return make()

@@ -16,7 +16,7 @@ from autotune.candidate import Candidate
 from autotune.errors import SettingsError, StoreError
 from autotune.machine.machine import Machine
 from autotune.probe.measurement import REUSABLE, Measurement
-from autotune.store.engine import connect_args, make_folder, open_engine, parse_url, shown, writing
+from autotune.store.engine import connect_args, make_folder, open_engine, parse_url, patiently, shown, writing
 from autotune.store.faults import missing_driver, missing_folder, store_faults
 from autotune.store.migrations import migrate, pending, version
 from autotune.store.owner import LEASE_S, NOBODY, Owner
@@ -253,9 +253,10 @@ class Store:
 
             # Optuna formats the URL as a template, so braces (in a password) are doubled.
             url = self._url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
+            arguments = {"connect_args": connect_args(self._url)}
             with self.faults():
                 try:
-                    self._optuna = RDBStorage(url, engine_kwargs={"connect_args": connect_args(self._url)})
+                    self._optuna = patiently(lambda: RDBStorage(url, engine_kwargs=arguments))
                 except RuntimeError as error:
                     raise StoreError(
                         f"the Optuna tables in {self.url} are of another version of Optuna",

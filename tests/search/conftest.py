@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -184,8 +185,19 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
+@pytest.fixture(scope="session")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with every table and no row: making them takes longer than most sweeps here."""
+    path = tmp_path_factory.mktemp("empty") / "autotune.db"
+    store = Store.open(f"sqlite:///{path}")
+    store.optuna_storage()
+    store.close()
+    return path
+
+
 @pytest.fixture
-def url(folder: Path) -> str:
+def url(folder: Path, empty: Path) -> str:
+    shutil.copy(empty, folder / "autotune.db")
     return f"sqlite:///{folder / 'autotune.db'}"
 
 

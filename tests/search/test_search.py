@@ -246,6 +246,16 @@ def test_a_baseline_outside_the_space_is_measured_and_cannot_win(sweeper: Any, s
     assert result.gain < 1  # the pinned space is slower, and something wins it nevertheless
 
 
+def test_a_list_that_fits_the_budget_only_without_the_outside_baseline_is_sampled(
+    sweeper: Any, settings: Make, diary: Any
+) -> None:
+    mine = settings(zero_stage=[2], micro_batch=[1, 2], checkpoint_blocks="all")
+    mine.budget.probes = 2
+    sweeper.run(mine, observer=diary)
+    [(overview,)] = diary.of("started")
+    assert (overview.sampler, overview.candidates, len(sweeper.probed)) == ("tpe", 2, 2)
+
+
 def test_a_running_tuner_is_not_joined(sweeper: Any, settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(study: str, lease: float) -> None:
         raise StoreError(f"study {study} is being tuned", "wait")

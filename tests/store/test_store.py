@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +190,12 @@ def test_optuna_keeps_its_tables_in_the_same_database(url: str, opened: Open) ->
     optuna.create_study(storage=storage, study_name="s/x")
     names = optuna.get_all_study_names(opened(url).optuna_storage())
     assert names == ["s/x"]
+
+
+def test_processes_that_start_together_on_an_empty_database_do_not_collide(url: str) -> None:
+    code = "import sys; from autotune.store.store import Store; Store.open(sys.argv[1]).optuna_storage()"
+    starting = [
+        subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    errors = [process.communicate()[1] for process in starting]
+    assert [process.returncode for process in starting] == [0, 0, 0], errors
