@@ -20,6 +20,7 @@ class Overview:
         impossible: that cannot run on this machine at all, by reason.
         budget: processes that may be started.
         spent: of them, by earlier runs of this sweep.
+        knobs: those of which the space lists more than one value.
         ledger: several lines on how the candidates came about.
     """
 
@@ -30,6 +31,7 @@ class Overview:
     impossible: dict[str, int]
     budget: int
     spent: int
+    knobs: tuple[str, ...]
     ledger: str
 
 

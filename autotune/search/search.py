@@ -87,9 +87,10 @@ class Search:
             raise misses.nothing_runs(self._impossible, self._space.ledger.summary())
         sampler = self._plan.name
         with quiet(), self._store.faults():
-            self._store.open_study(self._study, self._settings.workload, self._settings.machine)
-            self._measurer.own()
+            self._measurer.own()  # before anything of a study that another process tunes is touched
             try:
+                self._store.open_study(self._study, self._settings.workload, self._settings.machine)
+                self._measurer.own()
                 self._started = self._clock()
                 self._store.set_baseline(self._study, self._space.baseline.key)
                 self._observer.started(self._overview(sampler))
@@ -225,6 +226,7 @@ class Search:
             impossible=dict(self._impossible),
             budget=self._settings.budget.probes,
             spent=self._history.spent,
+            knobs=tuple(name for name, values in self._space.knobs.items() if len(values) > 1),
             ledger=self._space.ledger.summary(),
         )
 

@@ -219,6 +219,8 @@ class Store:
     def claim_owner(self, study: str, lease_s: float = LEASE_S) -> None:
         """Make this process the one that tunes the study, or renew that it is; a dead owner is taken over.
 
+        A study that is not made yet has nobody to refuse anyone, and nobody to remember.
+
         Raises:
             StoreError: another process tunes it.
         """

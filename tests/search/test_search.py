@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -260,10 +261,15 @@ def test_a_running_tuner_is_not_joined(sweeper: Any, settings: Make, monkeypatch
     def refuse(study: str, lease: float) -> None:
         raise StoreError(f"study {study} is being tuned", "wait")
 
+    sweeper.run(settings())
+    known = sweeper.store.study("formula-table-1x8")
     monkeypatch.setattr(sweeper.store, "claim_owner", refuse)
+    other = settings()
+    other.machine = dataclasses.replace(other.machine, headroom=0.5)
     with pytest.raises(StoreError):
-        sweeper.run(settings())
+        sweeper.run(other)
     assert not sweeper.prober.requests
+    assert sweeper.store.study("formula-table-1x8") == known
 
 
 def test_the_study_is_free_again_after_any_end(sweeper: Any, settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
