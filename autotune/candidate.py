@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,12 @@ class Candidate:
             if (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
         }
 
-    def __str__(self) -> str:
-        """A short line for tables and progress, e.g. `mb 4 × acc 2  z3  offload opt+param  ckpt half/whole`."""
+    def label(self, names: Collection[str] = ()) -> str:
+        """A short line for people, e.g. `mb 4 × acc 2  z3  bf16  offload opt→cpu  ckpt half/whole`.
+
+        Args:
+            names: of the knobs beside the core ones that are to be shown too: those that vary where it is read.
+        """
         parts = [f"mb {self.micro_batch} × acc {self.accumulation}", f"z{self.zero_stage}", self.precision]
         offloaded = [
             f"{short}→{device}"
@@ -78,7 +82,33 @@ class Candidate:
         if self.checkpoint_blocks != "none":
             where = "" if self.checkpoint_input == "device" else f"→{self.checkpoint_input}"
             parts.append(f"ckpt {self.checkpoint_blocks}/{self.checkpoint_part}{where}")
-        shown = {"micro_batch", "accumulation", "zero_stage", "precision", "offload_optimizer", "offload_param"}
-        shown |= {"checkpoint_blocks", "checkpoint_part", "checkpoint_input"}
-        parts += [f"{name}={value}" for name, value in self.to_dict().items() if name not in shown]
+        parts += [f"{name}={value}" for name, value in self.to_dict().items() if name in names and name not in CORE]
         return "  ".join(parts)
+
+    def __str__(self) -> str:
+        return self.label()
+
+
+CORE = frozenset(
+    {
+        "micro_batch",
+        "accumulation",
+        "zero_stage",
+        "precision",
+        "offload_optimizer",
+        "offload_param",
+        "checkpoint_blocks",
+        "checkpoint_part",
+        "checkpoint_input",
+    }
+)
+"""The knobs that every label shows."""
+
+
+def varying(candidates: Iterable[Candidate]) -> list[str]:
+    """The knobs that are not the same in all candidates that have them, in the order of the fields."""
+    values: dict[str, set[Any]] = {}
+    for candidate in candidates:
+        for name, value in candidate.to_dict().items():
+            values.setdefault(name, set()).add(value)
+    return [field.name for field in dataclasses.fields(Candidate) if len(values.get(field.name, ())) > 1]

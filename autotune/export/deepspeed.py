@@ -112,6 +112,8 @@ def use(candidate: Candidate, machine: Machine) -> dict[str, str]:
         "launch": f"torchrun {nodes}--nproc-per-node {machine.devices_per_node} train.py",
         "config": f'deepspeed.initialize(model=model, model_parameters=model.parameters(), config="{CONFIG_FILE}")',
     }
+    if candidate.garbage_collection_threshold is not None:
+        lines["allocator"] = "torch.cuda.set_per_process_memory_fraction(1.0)  # garbage collection needs it"
     plan = checkpointing_plan(candidate)
     if plan:
         arguments = ", ".join(f'"{value}"' for value in plan.values())

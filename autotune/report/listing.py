@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, TextIO
 
-from autotune.candidate import Candidate
+from autotune.candidate import Candidate, varying
 from autotune.probe.measurement import Outcome
 from autotune.report.output import print_csv, print_json, print_table
 from autotune.report.units import NOTHING, gib, seconds, spread, tokens
@@ -93,7 +94,8 @@ def list_trials(store: Store, study: str, form: str, out: TextIO) -> None:
         print_csv(out, TRIAL_COLUMNS, rows)
     else:
         headings = ["trial", "candidate", "outcome", "tokens/s", "spread", "step", "reserved", "host", "probe", "wall"]
-        print_table(out, [*headings, ""], [trial_cells(probe, record.winner_trial) for probe in probes])
+        names = varying(probe.candidate for probe in probes)
+        print_table(out, [*headings, ""], [trial_cells(probe, record.winner_trial, names) for probe in probes])
 
 
 def study_row(study: StudyRecord, probes: list[ProbeRecord]) -> dict[str, Any]:
@@ -136,8 +138,8 @@ def trial_row(probe: ProbeRecord, winner_trial: int | None) -> dict[str, Any]:
     return {name: known[name] if name in known else getattr(measurement, name) for name in TRIAL_COLUMNS}
 
 
-def trial_cells(probe: ProbeRecord, winner_trial: int | None) -> list[str]:
-    """A trial as the table has it."""
+def trial_cells(probe: ProbeRecord, winner_trial: int | None, names: Collection[str] = ()) -> list[str]:
+    """A trial as the table has it; `names` are the knobs to show beside the core ones."""
     measurement = probe.measurement
     phase = f" in {measurement.phase.value}" if measurement.phase and measurement.outcome is not Outcome.OK else ""
     notes = [word for word in ("inferred", "reused") if getattr(probe, word)]
@@ -145,7 +147,7 @@ def trial_cells(probe: ProbeRecord, winner_trial: int | None) -> list[str]:
     notes += ["winner"] if probe.trial == winner_trial else []
     return [
         str(probe.trial),
-        str(probe.candidate),
+        probe.candidate.label(names),
         measurement.outcome.value + phase,
         tokens(measurement.tokens_per_s),
         spread(measurement.tokens_per_s_low, measurement.tokens_per_s_high),

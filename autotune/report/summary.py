@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from autotune.candidate import varying
 from autotune.machine.machine import GIB, Machine
 from autotune.probe.measurement import Measurement, Outcome
 from autotune.report.ratio import throughput_ratio
@@ -26,15 +27,16 @@ def print_summary(out: TextIO, machine: Machine, result: Result, ledger: str, fi
     """
     winner, reference, baseline = result.winner, result.reference, result.baseline
     lines = [f"study      {winner.study}: {counts(result)}", f"{'':<11}ended: {result.reason}"]
-    lines += _about("winner", winner, machine)
+    names = varying(record.candidate for record in (winner, reference, baseline) if record is not None)
+    lines += _about("winner", winner, machine, names)
     if baseline is None or reference.key != baseline.key:
         if baseline is not None:
-            lines += _about("baseline", baseline, machine, "the untuned default")
+            lines += _about("baseline", baseline, machine, names, "the untuned default")
         if reference.key != winner.key:
             nearest = "it" if baseline is not None else "the untuned default, which cannot run here"
-            lines += _about("reference", reference, machine, f"the feasible candidate nearest to {nearest}")
+            lines += _about("reference", reference, machine, names, f"the feasible candidate nearest to {nearest}")
     elif reference.key != winner.key:
-        lines += _about("baseline", reference, machine, "the untuned default")
+        lines += _about("baseline", reference, machine, names, "the untuned default")
     lines += [f"gain       {gain(result)}", "", *ledger.splitlines(), "", *(str(path) for path in files)]
     out.write("\n".join(lines) + "\n")
 
@@ -60,8 +62,8 @@ def gain(result: Result) -> str:
     return str(ratio) if ratio.significant is not False else f"no significant difference: {ratio}"
 
 
-def _about(word: str, record: ProbeRecord, machine: Machine, note: str = "") -> list[str]:
-    first = f"{word:<11}{record.candidate}  (trial {record.trial}{', ' + note if note else ''})"
+def _about(word: str, record: ProbeRecord, machine: Machine, names: list[str], note: str = "") -> list[str]:
+    first = f"{word:<11}{record.candidate.label(names)}  (trial {record.trial}{', ' + note if note else ''})"
     return [first, *(f"{'':<11}{line}" for line in _found(record.measurement, machine))]
 
 

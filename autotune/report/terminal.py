@@ -71,17 +71,22 @@ class Progress(Observer):
     ) -> None:
         pass
 
+    def telling(self, text: str) -> None:
+        """Something takes its time before or between probes: imports, compilation."""
+        self.doing = text
+        self._since = time.monotonic()
+
     def started(self, overview: Overview) -> None:
         """See Observer."""
         self.overview = overview
 
     def probing(self, candidate: Candidate, number: int, left: int) -> None:
         """See Observer."""
-        self._do(f"probe {number}: {candidate}", left)
+        self._do(f"probe {number}: {self.label(candidate)}", left)
 
     def confirming(self, candidate: Candidate, number: int, of: int) -> None:
         """See Observer."""
-        self._do(f"confirmation {number} of {of}: {candidate}", max(of - number, 0))
+        self._do(f"confirmation {number} of {of}: {self.label(candidate)}", max(of - number, 0))
 
     def finished(self, record: ProbeRecord) -> None:
         """See Observer."""
@@ -90,6 +95,10 @@ class Progress(Observer):
         if not record.inferred and not record.reused:
             self._walls.append(record.measurement.wall_s)
         self._compare(record)
+
+    def label(self, candidate: Candidate) -> str:
+        """A candidate by the knobs that this sweep turns."""
+        return candidate.label(self.overview.knobs if self.overview else ())
 
     def time_left(self) -> float | None:
         """Seconds that the probes left may take, by the median of those done; None before the first."""
@@ -117,6 +126,11 @@ class Progress(Observer):
 class LineProgress(Progress):
     """One line per event, with the time of day: for logs, pipes and batch jobs."""
 
+    def telling(self, text: str) -> None:
+        """See Progress."""
+        super().telling(text)
+        self._say(text)
+
     def started(self, overview: Overview) -> None:
         """See Observer."""
         super().started(overview)
@@ -140,11 +154,11 @@ class LineProgress(Progress):
         """See Observer."""
         super().finished(record)
         best = ", the best so far" if self.best is record else ""
-        self._say(f"trial {record.trial}: {result(record)}{best}: {record.candidate}")
+        self._say(f"trial {record.trial}: {result(record)}{best}: {self.label(record.candidate)}")
 
     def again(self, record: ProbeRecord, attempt: int) -> None:
         """See Observer."""
-        self._say(f"{again(record, attempt)}: {record.candidate}")
+        self._say(f"{again(record, attempt)}: {self.label(record.candidate)}")
 
     def searched(self, reason: str) -> None:
         """See Observer."""
@@ -202,7 +216,8 @@ class LiveProgress(Progress):
             facts.add_row("now", f"{self.doing}  {duration(self.running_for())}")
         if self.best is not None:
             facts.add_row(
-                "best", Text(f"{throughput(self.best.measurement)}  {self.best.candidate}", style="bold green")
+                "best",
+                Text(f"{throughput(self.best.measurement)}  {self.label(self.best.candidate)}", style="bold green"),
             )
         left = self.time_left()
         if self.left is not None:
@@ -221,7 +236,7 @@ class LiveProgress(Progress):
             started = measurement.wall_s and not record.inferred and not record.reused
             table.add_row(
                 str(record.trial),
-                str(record.candidate),
+                self.label(record.candidate),
                 Text(how(record), style=_COLOURS.get(measurement.outcome, "red")),
                 tokens(measurement.tokens_per_s),
                 gib(measurement.used_bytes),

@@ -9,8 +9,10 @@ NOTHING = "–"
 
 
 def gib(size: int | None) -> str:
-    """Bytes as `12.34 GiB`."""
-    return NOTHING if size is None else f"{size / GIB:,.2f} GiB"
+    """Bytes as `12.34 GiB`; below 1 GiB with three digits after the point."""
+    if size is None:
+        return NOTHING
+    return f"{size / GIB:,.2f} GiB" if size >= GIB or size == 0 else f"{size / GIB:.3f} GiB"
 
 
 def tokens(rate: float | None) -> str:

@@ -100,4 +100,4 @@ def allocator_environment(candidate: Candidate) -> dict[str, str]:
         settings.append(f"expandable_segments:{candidate.expandable_segments}")
     if candidate.garbage_collection_threshold is not None:
         settings.append(f"garbage_collection_threshold:{candidate.garbage_collection_threshold}")
-    return {"PYTORCH_CUDA_ALLOC_CONF": ",".join(settings)} if settings else {}
+    return {"PYTORCH_ALLOC_CONF": ",".join(settings)} if settings else {}

@@ -33,6 +33,7 @@ OVERVIEW = Overview(
     impossible={"ZeRO-3 states exceed the host": 4},
     budget=40,
     spent=0,
+    knobs=("micro_batch", "zero_stage"),
     ledger="100 combinations\n-36 some-rule: why\n 64 candidates",
 )
 OOM = Measurement(

@@ -86,10 +86,10 @@ def test_nvme_needs_its_path() -> None:
     ("settings", "environment"),
     [
         ({}, {}),
-        ({"expandable_segments": True}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({"expandable_segments": True}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         (
             {"expandable_segments": False, "garbage_collection_threshold": 0.8},
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False,garbage_collection_threshold:0.8"},
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False,garbage_collection_threshold:0.8"},
         ),
     ],
 )

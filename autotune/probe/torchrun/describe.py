@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import os
 import sys
@@ -24,6 +26,7 @@ class Description:
         largest_parameter: elements of the largest one.
         blocks: how many repeated blocks it has; 0 for none.
         block: their class.
+        source: a digest of the file that a custom model's factory is written in.
         error: why it cannot be trained at all: the factory cannot be imported, the type is unknown.
     """
 
@@ -31,6 +34,7 @@ class Description:
     largest_parameter: int | None = None
     blocks: int = 0
     block: str = ""
+    source: str | None = None
     error: str | None = None
 
 
@@ -38,16 +42,20 @@ def describe(workload: Workload) -> Description:
     """Build the model on torch's meta device and look at it."""
     import torch
 
-    from autotune.workload.build import FactoryError, build_model
+    from autotune.workload.build import FactoryError, build_model, load_factory
     from autotune.workload.checkpointing import CheckpointingError, find_blocks
 
+    source = None
     try:
+        if workload.model.factory:
+            path = inspect.getsourcefile(load_factory(workload.model.factory))
+            source = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else None
         model, _ = build_model(workload, workload.precision, torch.device("meta"))
     except FactoryError as error:
         return Description(error=str(error))
     except Exception as error:  # noqa: BLE001 - a custom model may need real data to be built: a probe will tell
         if workload.model.factory:
-            return Description()
+            return Description(source=source)
         return Description(error=f"transformers cannot build model.type={workload.model.type}: {error}")
     sizes = [parameter.numel() for parameter in model.parameters()]
     try:
@@ -59,6 +67,7 @@ def describe(workload: Workload) -> Description:
         largest_parameter=max(sizes, default=0),
         blocks=len(blocks),
         block=type(blocks[0]).__name__ if blocks else "",
+        source=source,
     )
 
 

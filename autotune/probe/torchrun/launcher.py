@@ -53,6 +53,9 @@ def environment(machine: Machine, workload: Workload, threads: int) -> dict[str,
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "autotune" / "torch_extensions")
     return {
         **os.environ,
+        # ninja, which compiles DeepSpeed's operations, is found beside this interpreter, activated or not: another
+        # version of it would compile everything anew.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": str(threads),

@@ -122,8 +122,8 @@ class CudaMeters:
 
     def __init__(self, budget: int) -> None:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        if budget < total:
-            torch.cuda.set_per_process_memory_fraction(budget / total)
+        # Also where it changes nothing: the allocator's garbage collection works only with a fraction set.
+        torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0))
         self.failed_at = 0
 
     def full(self, requested: int) -> bool:

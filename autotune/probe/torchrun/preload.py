@@ -49,8 +49,8 @@ def prepare() -> None:
     with _compiling():
         for builder in _builders():
             name = builder().name
-            if not (_build_directory(name) / f"{name}.so").exists():
-                tell(f"compiling DeepSpeed's {name}, once (up to a minute)")
+            compiled = (_build_directory(name) / f"{name}.so").exists()
+            tell(f"loading DeepSpeed's {name}" if compiled else f"compiling DeepSpeed's {name}, once (about a minute)")
             builder().load(verbose=False)
     tell("ready")
 

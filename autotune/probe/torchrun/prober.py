@@ -114,7 +114,7 @@ class TorchrunProber:
             candidate=candidate,
             workload=self._workload,
             machine=self._machine,
-            deepspeed_config=deepspeed_config(candidate, self._workload, self._machine),
+            deepspeed_config=deepspeed_config(candidate, self._workload, self._machine, self._settings.space.nvme_path),
             parameters=parameters,
             warmup_steps=self._settings.probe.warmup_steps,
             steps=request.steps,

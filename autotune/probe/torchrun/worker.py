@@ -17,6 +17,7 @@ from autotune.probe.measurement import Phase
 from autotune.probe.torchrun.failure import DivergedError, classify, requested_bytes
 from autotune.probe.torchrun.leash import die_with_parent
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
+from autotune.space.config import allocator_environment
 
 MOST_SKIPPED = 40
 """fp16's dynamic loss scale starts at 2**16 and halves with every skipped step; after so many, training diverges."""
@@ -103,15 +104,13 @@ class _Rank:
         if processors:
             os.sched_setaffinity(0, processors)
         torch.set_num_threads(self.spec.threads)
-        allocator = allocator_settings(self.spec)
-        if allocator:
-            os.environ["PYTORCH_ALLOC_CONF"] = allocator
+        os.environ.update(allocator_environment(self.spec.candidate))
         if not self.on_cpu:
             torch.cuda.set_device(self.local_rank)
         self.result.environment = {
             "threads": self.spec.threads,
             "processors": processors,
-            "PYTORCH_ALLOC_CONF": allocator or os.environ.get("PYTORCH_ALLOC_CONF", ""),
+            "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", ""),
             "torch": torch.__version__,
         }
 
@@ -340,16 +339,6 @@ class _Rank:
         self.result.message = f"{type(error).__name__}: {lines[0][:500]}".rstrip(": ")
         self.result.trace = traceback.format_exc()[-8000:]
         self.result.at = time.time()
-
-
-def allocator_settings(spec: ProbeSpec) -> str:
-    """PYTORCH_ALLOC_CONF for the candidate's allocator knobs; empty where it has none."""
-    parts = []
-    if spec.candidate.expandable_segments is not None:
-        parts.append(f"expandable_segments:{spec.candidate.expandable_segments}")
-    if spec.candidate.garbage_collection_threshold:
-        parts.append(f"garbage_collection_threshold:{spec.candidate.garbage_collection_threshold}")
-    return ",".join(parts)
 
 
 if __name__ == "__main__":

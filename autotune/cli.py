@@ -1,0 +1,218 @@
+"""The verbs; a bare list of Hydra overrides means `tune`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import AutotuneError
+from autotune.usage import usage
+
+if TYPE_CHECKING:
+    from autotune.settings import Settings
+    from autotune.store.store import Store
+
+INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb and return the exit code.
+
+    0 a winner (or a listing), 1 unexpected, 2 usage or settings, 3 nothing feasible, 4 infrastructure, 5 store,
+    130 interrupted. Errors are one sentence and a hint on stderr; `--debug` adds the traceback.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
+    verb = given[0] if given and given[0] in VERBS else "tune"
+    rest = given[1:] if given and given[0] == verb else given
+    signal.signal(signal.SIGTERM, _interrupt)  # a batch system's end of time is an interruption like Ctrl-C
+    if verb != "tune" or "--help" in rest:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `autotune trials … | head` ends quietly
+    try:
+        return VERBS[verb](rest)
+    except AutotuneError as error:
+        _say(f"error: {error.message}", error.hint)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        again = " ".join(["python -m autotune", *(_quoted(argument) for argument in given)])
+        _say("interrupted", f"everything measured is saved; `{again}` goes on where this stopped" * (verb == "tune"))
+        code = INTERRUPTED
+    except Exception as error:
+        if debug:
+            raise
+        _say(f"error: {type(error).__name__}: {error}", "this is unexpected: run it again with --debug to see where")
+        return 1
+    if debug:
+        import traceback
+
+        traceback.print_exc()
+    return code
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(sentence: str, hint: str) -> None:
+    print(sentence, file=sys.stderr)
+    if hint:
+        first, *more = hint.splitlines()
+        print(f"hint: {first}", *more, sep="\n      ", file=sys.stderr)
+
+
+def _quoted(argument: str) -> str:
+    return argument if argument.replace("=", "").replace(".", "").replace("_", "").isalnum() else f"'{argument}'"
+
+
+# -- tune ---------------------------------------------------------------------------------------------------------
+
+
+def _tune(arguments: list[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(usage())
+        return 0
+    from autotune.tune import tune
+
+    return _with_settings(arguments, lambda settings: bool(tune(settings)))
+
+
+def _with_settings(arguments: list[str], job: Callable[[Settings], Any]) -> int:
+    """Run a job as a Hydra application, so that Hydra's own flags (--cfg, --info, --config-dir, -m) work."""
+    import hydra
+
+    from autotune.settings import config_dir, from_config, register_schema, settings_errors
+
+    register_schema()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints and exits by itself, with 1
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+    def application(config: Any) -> None:
+        job(from_config(config))
+
+    program, sys.argv = sys.argv, ["autotune", *arguments]
+    try:
+        with settings_errors():
+            application()
+    finally:
+        sys.argv = program
+    return 0
+
+
+# -- the reading verbs --------------------------------------------------------------------------------------------
+
+
+def _parser(verb: str, about: str, *, store: bool = True, listing: bool = True) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"autotune {verb}", description=about)
+    if store:
+        parser.add_argument(
+            "--store", metavar="URL", help="SQLAlchemy URL (default: AUTOTUNE_STORE, else the settings')"
+        )
+    if listing:
+        parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
+    return parser
+
+
+def _store(url: str | None) -> Store:
+    from autotune.settings import compose_settings, environment_store, normalise_store
+    from autotune.store.store import Store
+
+    url = url or environment_store()
+    return Store.open(normalise_store(url) if url else compose_settings([]).store_url, create=False)
+
+
+def _studies(arguments: list[str]) -> int:
+    from autotune.report.listing import list_studies
+
+    options = _parser("studies", "List the studies of a store.").parse_args(arguments)
+    list_studies(_store(options.store), options.format, sys.stdout)
+    return 0
+
+
+def _trials(arguments: list[str]) -> int:
+    from autotune.report.listing import list_trials
+
+    parser = _parser("trials", "List every probe of a study: measured, inferred, reused and confirmed.")
+    parser.add_argument("study", metavar="STUDY")
+    options = parser.parse_args(arguments)
+    list_trials(_store(options.store), options.study, options.format, sys.stdout)
+    return 0
+
+
+def _compare(arguments: list[str]) -> int:
+    from autotune.report.compare import compare_studies
+
+    parser = _parser("compare", "Compare the winners of studies, with what differs between them and their machines.")
+    parser.add_argument("studies", metavar="STUDY", nargs="+")
+    options = parser.parse_args(arguments)
+    compare_studies(_store(options.store), options.studies, options.format, sys.stdout)
+    return 0
+
+
+def _export(arguments: list[str]) -> int:
+    from autotune.errors import SettingsError
+    from autotune.export.deepspeed import write_winner
+    from autotune.report.listing import winner_of
+
+    parser = _parser(
+        "export", "Write deepspeed_config.json and recipe.json of a winner, or of any trial.", listing=False
+    )
+    parser.add_argument("study", metavar="STUDY")
+    parser.add_argument("--trial", type=int, metavar="N", help="this trial instead of the winner")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to (default: studies/STUDY)")
+    parser.add_argument("--nvme-path", metavar="DIR", help="for a candidate that offloads to nvme")
+    options = parser.parse_args(arguments)
+    store = _store(options.store)
+    study, probes = store.study(options.study), store.probes(options.study)
+    if options.trial is None:
+        record = winner_of(study, probes)
+        if record is None:
+            raise SettingsError(
+                f"study {study.name} has no winner yet",
+                f"let its sweep finish, or name a trial of `trials {study.name}`",
+            )
+    else:
+        record = next((probe for probe in probes if probe.trial == options.trial), None)
+        if record is None:
+            raise SettingsError(
+                f"study {study.name} has no trial {options.trial}", f"`autotune trials {study.name}` lists them"
+            )
+    out = options.out or Path("studies") / study.name
+    for path in write_winner(record, study.workload, study.machine, out, options.nvme_path):
+        print(path)
+    return 0
+
+
+def _check(arguments: list[str]) -> int:
+    from autotune.report.check import print_findings
+    from autotune.settings import compose_settings
+    from autotune.space.check import findings, read_config
+
+    parser = _parser(
+        "check",
+        "Name every rule that a DeepSpeed config breaks: what DeepSpeed would ignore or change without a word first, "
+        "then what it would refuse. Exit code 2 when there is any.",
+        store=False,
+    )
+    parser.add_argument("config", metavar="CONFIG.json")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="e.g. machine=a100_80g model=llama3_8b")
+    options = parser.parse_args(arguments)
+    settings = compose_settings(options.overrides)
+    found = findings(read_config(options.config), settings.workload, settings.machine)
+    print_findings(found, options.config, settings.machine, options.format, sys.stdout)
+    return 2 if found else 0
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "tune": _tune,
+    "studies": _studies,
+    "trials": _trials,
+    "export": _export,
+    "compare": _compare,
+    "check": _check,
+}

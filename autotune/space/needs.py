@@ -1,0 +1,80 @@
+"""What a candidate needs at the very least: a bound that says it cannot run, never that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from autotune.candidate import Candidate
+from autotune.machine.machine import GIB, Machine
+from autotune.workload.workload import Workload
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def least_device_bytes(candidate: Candidate, parameters: int, workload: Workload, machine: Machine) -> int:
+    """Bytes that one device must hold in any case: parameters and optimizer states, as far as they stay on it.
+
+    Gradients, buffers and activations come on top and are left out: this is a bound from below. Sizes per parameter
+    are those of mixed precision training (ZeRO, arXiv:1910.02054, section 3.1).
+    """
+    stage, world = candidate.zero_stage, machine.world_size
+    held = 0.0
+    if candidate.offload_param is None:
+        held += _BYTES[candidate.precision] / (world if stage == 3 else 1)
+    if candidate.offload_optimizer is None:
+        held += _states(candidate, workload) / (world if stage >= 1 else 1)
+    return int(parameters * held)
+
+
+def least_host_bytes(candidate: Candidate, parameters: int, workload: Workload, machine: Machine) -> int:
+    """Bytes that the memory of one node must hold in any case: what is offloaded to it, and emulated devices."""
+    share = 1 / machine.nodes
+    held = 0.0
+    if candidate.offload_param == "cpu":
+        held += _BYTES[candidate.precision] * share
+    if candidate.offload_optimizer == "cpu":
+        held += _states(candidate, workload) * share
+    devices = 0
+    if machine.accelerator == "cpu":
+        devices = machine.devices_per_node * least_device_bytes(candidate, parameters, workload, machine)
+    return int(parameters * held) + devices
+
+
+def _states(candidate: Candidate, workload: Workload) -> int:
+    """Bytes of optimizer states per parameter: an fp32 master beside 16-bit parameters, and Adam's two moments."""
+    moments = 8 if "adam" in workload.optimizer.type.lower() else 0
+    return moments + (4 if candidate.precision != "fp32" else 0)
+
+
+def impossibility(
+    candidates: Iterable[Candidate], parameters: int | None, workload: Workload, machine: Machine
+) -> Callable[[Candidate], str | None]:
+    """Says of a candidate why it cannot run on a machine at all, in a sentence; None where it may.
+
+    Args:
+        candidates: whose least need the sentence names.
+        parameters: of the model; None where that is not known, and then nothing is impossible.
+        workload: decides what the optimizer keeps.
+        machine: what there is.
+    """
+    if parameters is None:
+        return lambda candidate: None
+    known = list(candidates)
+    limits = [
+        ("per device", least_device_bytes, machine.device_memory_bytes),
+        ("of host memory per node", least_host_bytes, int(machine.host_memory_gib * GIB)),
+    ]
+    sentences = [
+        f"parameters and optimizer states ({parameters / 1e9:,.2f} billion parameters) need at least "
+        f"{min((need(c, parameters, workload, machine) for c in known), default=0) / GIB:,.2f} GiB {where}, and "
+        f"machine={machine.name} has {have / GIB:,.2f}"
+        for where, need, have in limits
+    ]
+
+    def reason(candidate: Candidate) -> str | None:
+        for (_, need, have), sentence in zip(limits, sentences, strict=True):
+            if have and need(candidate, parameters, workload, machine) > have:
+                return sentence
+        return None
+
+    return reason

@@ -1,0 +1,122 @@
+"""One sweep from settings to winner, readable top to bottom."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import SettingsError
+from autotune.export.deepspeed import write_winner
+from autotune.machine.detect import not_here_reason
+from autotune.probe.torchrun.describe import Description
+from autotune.probe.torchrun.prober import TorchrunProber
+from autotune.report.summary import print_summary
+from autotune.report.terminal import progress
+from autotune.search.result import Result
+from autotune.search.search import Search
+from autotune.settings import Settings
+from autotune.space.knobs import BY_NAME
+from autotune.space.needs import impossibility
+from autotune.space.space import Space
+from autotune.store.store import Store
+
+VERSIONED = ("torch", "deepspeed", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+RECORDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "DS_PIN_MEMORY_BACKEND")
+
+
+def tune(settings: Settings) -> tuple[Result, list[Path]]:
+    """Sweep, confirm, write the winner's files and print the summary.
+
+    Returns:
+        What was found, and the files that were written.
+
+    Raises:
+        SettingsError, NothingFeasible, InfraError, StoreError: see Search.run.
+        KeyboardInterrupt: interrupted; everything measured is stored, and no process of ours is left.
+    """
+    space = Space(settings)
+    if settings.probe.name not in ("auto", "torchrun"):
+        raise SettingsError(f"probe={settings.probe.name} is unknown", "auto or torchrun")
+    if reason := not_here_reason(settings.machine):
+        raise SettingsError(reason, "run it on that machine, or probe the one here with machine=auto")
+    store = Store.open(settings.store_url)
+    try:
+        # Known before anything is started: a study that holds another workload or machine is refused here.
+        store.open_study(settings.study_name, settings.workload, settings.machine)
+        with progress(sys.stderr, settings.machine, settings.budget.minutes, store.probes(settings.study_name)) as seen:
+            prober = TorchrunProber(settings, seen.telling)
+            try:
+                model = described(prober.describe())
+                if fitted := fitted_buckets(settings, model):
+                    settings = fitted
+                    space = Space(settings)
+                search = Search(
+                    settings,
+                    space,
+                    store,
+                    prober,
+                    environment=environment(model, prober),
+                    observer=seen,
+                    impossible=impossibility(space.candidates, model.parameters, settings.workload, settings.machine),
+                )
+                result = search.run()
+            finally:
+                prober.close()
+        files = write_winner(
+            result.winner, settings.workload, settings.machine, settings.study_dir, settings.space.nvme_path
+        )
+    finally:
+        store.close()
+    print_summary(sys.stdout, settings.machine, result, space.ledger.summary(), files)
+    return result, files
+
+
+def described(model: Description) -> Description:
+    """The description of a model that can be trained.
+
+    Raises:
+        SettingsError: it cannot: there is no such type, or the factory cannot be imported.
+    """
+    if model.error:
+        raise SettingsError(model.error, "mend model.type and model.config, or model.factory=package.module:function")
+    return model
+
+
+def fitted_buckets(settings: Settings, model: Description) -> Settings | None:
+    """The settings with buckets that the space leaves at DeepSpeed's default made no larger than the model.
+
+    A larger bucket never fills, but DeepSpeed allocates it whole: 1 GB of bf16 for a model of any size. None where
+    nothing changes.
+    """
+    if model.parameters is None:
+        return None
+    even = model.parameters + model.parameters % 2  # DeepSpeed refuses an odd allgather_bucket_size
+    changes: dict[str, Any] = {}
+    for name in ("reduce_bucket_size", "allgather_bucket_size"):
+        default = BY_NAME[name].default
+        assert isinstance(default, int)
+        if getattr(settings.space, name) is None and even < default:
+            changes[name] = even
+    return replace(settings, space=replace(settings.space, **changes)) if changes else None
+
+
+def environment(model: Description, prober: TorchrunProber) -> dict[str, Any]:
+    """What else must be equal for a measurement to be reused: versions, threads, variables, the model's source."""
+    versions = {}
+    for package in VERSIONED:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": sys.version.split()[0],
+        **versions,
+        "protocol": prober.protocol,
+        "threads": prober.threads,
+        "source": model.source,
+        **{name: os.environ[name] for name in RECORDED if name in os.environ},
+    }
