@@ -31,6 +31,7 @@ def tell(status: str) -> None:
 def prepare() -> None:
     """Import what ranks import, then compile and load DeepSpeed's operations."""
     tell("importing torch, DeepSpeed and transformers")
+    _ask_processor_once()
     for module in (
         "deepspeed",
         "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler, which DeepSpeed does late
@@ -53,6 +54,14 @@ def prepare() -> None:
             tell(f"loading DeepSpeed's {name}" if compiled else f"compiling DeepSpeed's {name}, once (about a minute)")
             builder().load(verbose=False)
     tell("ready")
+
+
+def _ask_processor_once() -> None:
+    """DeepSpeedCPUAdam asks for the processor's name at every start, through programs that take a second."""
+    import cpuinfo
+
+    answer = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: dict(answer)
 
 
 def _builders() -> list[Callable[[], Any]]:

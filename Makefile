@@ -1,0 +1,41 @@
+# The one door: every target sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install tune test lint bench wheel clean
+
+install: $(STAMP) ## build the virtual environment in .venv
+
+# Debian packages its Python without venv and headers; DeepSpeed's operations are compiled against the latter.
+SYSTEM = import ensurepip, pathlib, sysconfig; assert pathlib.Path(sysconfig.get_path("include"), "Python.h").exists()
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(SYSTEM)' 2>/dev/null || { echo "installing python3-venv and python3-dev"; \
+	  apt-get update -qq && apt-get install -qq -y python3-venv python3-dev; }
+	$(PYTHON) -m venv $(VENV)
+	@# torch first and pinned, so that nothing else decides which build of it is taken
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,gp]'
+	touch $@
+
+tune: install ## the main job: the tiny model on this machine's processor, to a finished deepspeed_config.json
+	$(BIN)/python -m autotune model=gpt_tiny machine=cpu
+
+test: install lint ## every test
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+
+bench: install ## the figures that the README and the notes quote, as ratios from one run
+	$(BIN)/python -m tests.bench
+
+wheel: install ## build the wheel and try it outside of the checkout
+	$(BIN)/python -m pytest tests/test_wheel.py
+
+clean:
+	rm -rf $(VENV) build dist
