@@ -105,6 +105,8 @@ class Store:
     def open_study(self, name: str, workload: Workload, machine: Machine) -> StudyRecord:
         """The study of that name, made where there is none; its machine's headroom is brought up to date.
 
+        A study without probes, which nobody tunes, has nothing that could be mixed: it takes what it is given.
+
         Raises:
             SettingsError: the study holds another workload or machine, or the name cannot be one.
         """
@@ -122,6 +124,8 @@ class Store:
             row = _study_row(connection, name, for_update=True)
             if row is None:
                 connection.execute(insert(studies).values(name=name, created=_now(), **here))
+            elif _is_empty(connection, row):
+                connection.execute(update(studies).where(studies.c.name == name).values(here))
             else:
                 _refuse_another(study_record(row), workload, machine)
                 connection.execute(update(studies).where(studies.c.name == name).values(machine=here["machine"]))
@@ -271,6 +275,13 @@ def _study_row(connection: Connection, name: str, *, for_update: bool = False) -
     query = select(studies).where(studies.c.name == name)
     row = connection.execute(query.with_for_update() if for_update else query).mappings().first()
     return dict(row) if row else None
+
+
+def _is_empty(connection: Connection, row: Mapping[str, Any]) -> bool:
+    owner = Owner.of(row)
+    if owner is not None and owner.is_alive() and not owner.same_process(Owner.here(0)):
+        return False
+    return connection.execute(select(probes.c.trial).where(probes.c.study == row["name"]).limit(1)).first() is None
 
 
 def _check_readable(engine: Engine, url: URL) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import psutil
 import pytest
 from sqlalchemy import update
 
-from autotune.errors import StoreError
+from autotune.errors import SettingsError, StoreError
 from autotune.machine.machine import Machine
 from autotune.store.engine import open_engine, parse_url, writing
 from autotune.store.owner import Owner
@@ -65,6 +66,14 @@ def test_a_second_tuner_is_refused_with_the_first_ones_pid_and_host(
         store.claim_owner("s")
     assert caught.value.message == (f"study s is being tuned by process {neighbour.pid} on {socket.gethostname()}")
     assert caught.value.exit_code == 5
+
+
+def test_an_empty_study_that_another_process_tunes_keeps_its_workload(
+    store: Store, owned_by: Callable[[Owner], None], neighbour: psutil.Process, workload: Workload, machine: Machine
+) -> None:
+    owned_by(owner(neighbour))
+    with pytest.raises(SettingsError, match="holds another workload"):
+        store.open_study("s", dataclasses.replace(workload, seq_len=256), machine)
 
 
 def test_the_owner_may_claim_again_and_a_release_frees_the_study(store: Store, url: str, opened: Open) -> None:

@@ -118,6 +118,7 @@ def test_another_workload_is_refused_and_what_differs_is_named(
 ) -> None:
     store = opened(url)
     store.open_study("s", workload, machine)
+    store.add_probe("s", CANDIDATE, OK)
     longer = dataclasses.replace(
         workload, seq_len=256, model=dataclasses.replace(workload.model, config={"n_layer": 4})
     )
@@ -132,8 +133,20 @@ def test_another_workload_is_refused_and_what_differs_is_named(
 def test_another_machine_is_refused(url: str, opened: Open, workload: Workload, machine: Machine) -> None:
     store = opened(url)
     store.open_study("s", workload, machine)
+    store.add_probe("s", CANDIDATE, OK)
     with pytest.raises(SettingsError, match=r"another machine: machine\.nodes 1 → 2$"):
         store.open_study("s", workload, dataclasses.replace(machine, nodes=2, headroom=0.5))
+
+
+def test_a_study_in_which_nothing_was_measured_takes_another_workload_and_machine(
+    url: str, opened: Open, workload: Workload, machine: Machine
+) -> None:
+    store = opened(url)
+    store.open_study("s", dataclasses.replace(workload, seq_len=256), machine)
+    larger = dataclasses.replace(machine, nodes=2)
+    opened_again = store.open_study("s", workload, larger)
+    assert (opened_again.workload, opened_again.machine) == (workload, larger)
+    assert store.study("s") == opened_again
 
 
 def test_another_headroom_is_welcome_and_kept(url: str, opened: Open, workload: Workload, machine: Machine) -> None:
