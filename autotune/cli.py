@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from autotune.errors import AutotuneError
+from autotune import __version__
+from autotune.errors import AutotuneError, SettingsError
 from autotune.usage import usage
 
 if TYPE_CHECKING:
@@ -29,30 +35,45 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
-    verb = given[0] if given and given[0] in VERBS else "tune"
-    rest = given[1:] if given and given[0] == verb else given
     signal.signal(signal.SIGTERM, _interrupt)  # a batch system's end of time is an interruption like Ctrl-C
-    if verb != "tune" or "--help" in rest:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `autotune trials … | head` ends quietly
     try:
+        verb, rest = _verb(given)
+        if verb != "tune":
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `autotune trials … | head` ends quietly
         return VERBS[verb](rest)
     except AutotuneError as error:
+        if debug:
+            traceback.print_exc()
         _say(f"error: {error.message}", error.hint)
-        code = error.exit_code
+        return error.exit_code
     except KeyboardInterrupt:
-        again = " ".join(["python -m autotune", *(_quoted(argument) for argument in given)])
-        _say("interrupted", f"everything measured is saved; `{again}` goes on where this stopped" * (verb == "tune"))
-        code = INTERRUPTED
+        if debug:
+            traceback.print_exc()
+        again = shlex.join(["python", "-m", "autotune", *given])
+        sweep = not given or given[0] not in VERBS or given[0] == "tune"
+        _say("interrupted", f"everything measured is saved; `{again}` goes on where this stopped" * sweep)
+        return INTERRUPTED
     except Exception as error:
         if debug:
             raise
         _say(f"error: {type(error).__name__}: {error}", "this is unexpected: run it again with --debug to see where")
         return 1
-    if debug:
-        import traceback
 
-        traceback.print_exc()
-    return code
+
+def _verb(given: list[str]) -> tuple[str, list[str]]:
+    """The verb of a command line, and what follows it.
+
+    Raises:
+        SettingsError: it begins with a word that is neither a verb nor an override.
+    """
+    first = given[0] if given else ""
+    if first in VERBS:
+        return first, given[1:]
+    if first.isidentifier():
+        alike = get_close_matches(first, VERBS, n=1)
+        meant = f"did you mean {alike[0]}? " if alike else ""
+        raise SettingsError(f"there is no verb {first}", f"{meant}there are {', '.join(VERBS)}")
+    return "tune", given
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -66,49 +87,80 @@ def _say(sentence: str, hint: str) -> None:
         print(f"hint: {first}", *more, sep="\n      ", file=sys.stderr)
 
 
-def _quoted(argument: str) -> str:
-    return argument if argument.replace("=", "").replace(".", "").replace("_", "").isalnum() else f"'{argument}'"
-
-
 # -- tune ---------------------------------------------------------------------------------------------------------
 
 
 def _tune(arguments: list[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(usage())
         return 0
-    from autotune.tune import tune
+    if "--version" in arguments:
+        print(f"autotune {__version__}")
+        return 0
+    sweeps = _composed(arguments)
+    if sweeps:
+        from autotune.tune import tune
 
-    return _with_settings(arguments, lambda settings: bool(tune(settings)))
+        for settings in sweeps:
+            tune(settings)
+    return 0
 
 
-def _with_settings(arguments: list[str], job: Callable[[Settings], Any]) -> int:
-    """Run a job as a Hydra application, so that Hydra's own flags (--cfg, --info, --config-dir, -m) work."""
+def _composed(arguments: list[str]) -> list[Settings]:
+    """The settings of the sweeps that a command line asks for.
+
+    None where one of Hydra's flags (--cfg, --info) only shows something, several under --multirun. The sweeps
+    themselves run outside of Hydra, which would print every override of one that fails, a database's password too.
+
+    Raises:
+        SettingsError: Hydra refuses a flag or an override, or a value cannot mean anything.
+    """
     import hydra
 
+    from autotune.override import put
     from autotune.settings import config_dir, from_config, register_schema, settings_errors
 
     register_schema()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints and exits by itself, with 1
+    composed: list[Any] = []
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
     def application(config: Any) -> None:
-        job(from_config(config))
+        composed.append(config)
 
-    program, sys.argv = sys.argv, ["autotune", *arguments]
+    said = io.StringIO()
+    program, sys.argv = sys.argv, ["autotune", *put(arguments)]
+    pipe = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a sweep outlives who reads its output, a listing does not
     try:
-        with settings_errors():
+        with settings_errors(), redirect_stderr(said):
             application()
+    except SystemExit as end:  # of Hydra's argument parser, after its usage and `autotune: error: …`
+        if end.code:
+            reason = said.getvalue().strip().rpartition("error: ")[2]
+            raise SettingsError(reason, "`python -m autotune --help` shows what there is") from end
+    else:
+        sys.stderr.write(said.getvalue())
     finally:
+        sys.stdout.flush()
+        signal.signal(signal.SIGPIPE, pipe)
         sys.argv = program
-    return 0
+    return [from_config(config) for config in composed]
 
 
 # -- the reading verbs --------------------------------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """See argparse."""
+        raise SettingsError(message, f"`{self.prog} --help` shows what it takes")
+
+
 def _parser(verb: str, about: str, *, store: bool = True, listing: bool = True) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"autotune {verb}", description=about)
+    parser = _Parser(prog=f"autotune {verb}", description=about)
     if store:
         parser.add_argument(
             "--store", metavar="URL", help="SQLAlchemy URL (default: AUTOTUNE_STORE, else the settings')"
@@ -155,7 +207,6 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    from autotune.errors import SettingsError
     from autotune.export.deepspeed import write_winner
     from autotune.report.listing import winner_of
 
@@ -200,7 +251,9 @@ def _check(arguments: list[str]) -> int:
         store=False,
     )
     parser.add_argument("config", metavar="CONFIG.json")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="e.g. machine=a100_80g model=llama3_8b")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="OVERRIDE", help="e.g. machine=a100_80g model=llama3_8b"
+    )
     options = parser.parse_args(arguments)
     settings = compose_settings(options.overrides)
     found = findings(read_config(options.config), settings.workload, settings.machine)

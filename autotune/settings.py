@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from autotune.errors import SettingsError
 from autotune.machine.machine import Machine
+from autotune.override import composition_error, names, no_setting, put, strangers
 from autotune.workload.workload import PRECISIONS, Model, Workload
 
 
@@ -192,7 +193,7 @@ def compose_settings(overrides: list[str]) -> Settings:
     """
     register_schema()
     with settings_errors(), initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return from_config(compose("config", overrides))
+        return from_config(compose("config", put(overrides)))
 
 
 class settings_errors:
@@ -203,38 +204,7 @@ class settings_errors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, HydraException | OmegaConfBaseException):
-            raise settings_error(error) from error
-
-
-def settings_error(error: Exception) -> SettingsError:
-    """The sentence and the hint for one of Hydra's composition errors; one of ours in its chain speaks for itself."""
-    within: BaseException | None = error
-    while within is not None:
-        if isinstance(within, SettingsError):
-            return SettingsError(within.message, within.hint)
-        within = within.__cause__ or within.__context__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines) if lines else type(error).__name__
-    if (
-        "://" in text
-        and "=" in text
-        and ("mismatched input" in text or "token recognition" in text or "LexerNoViable" in text)
-    ):
-        return SettingsError(
-            "a database URL with '=' in it must be quoted for Hydra",
-            """write 'study.store="postgresql://host/db?sslmode=require"' with both quotes, or set AUTOTUNE_STORE""",
-        )
-    first = lines[0] if lines else text
-    hint = "run `python -m autotune --help` for the groups and sections, `--cfg job` for every setting"
-    if "Could not find" in first or "Could not override" in first:
-        options = [
-            line for line in lines[1:] if not line.startswith(("Config search path", "provider=", "Set the env"))
-        ]
-        if options:
-            hint = " ".join(options) + "; " + hint
-    elif len(lines) > 1 and "full_key" not in lines[1]:
-        first = f"{first} {lines[1]}" if first.endswith(":") else first
-    return SettingsError(first.rstrip("."), hint)
+            raise composition_error(error, names(Settings)) from error
 
 
 def from_config(config: DictConfig) -> Settings:
@@ -246,6 +216,8 @@ def from_config(config: DictConfig) -> Settings:
     with settings_errors():
         settings = OmegaConf.to_object(config)
     assert isinstance(settings, Settings)
+    if added := strangers(settings):
+        raise no_setting(added[0], names(Settings))
     check(settings)
     return settings
 
@@ -278,11 +250,13 @@ def check(settings: Settings) -> None:
         "budget.probes": settings.budget.probes,
         "probe.steps": settings.probe.steps,
         "probe.warmup_steps": settings.probe.warmup_steps,
+        "probe.confirm_steps": settings.probe.confirm_steps,
         "probe.deadline_s": settings.probe.deadline_s,
         "objective.finalists": settings.objective.finalists,
     }
     positive |= {"workload.global_batch": workload.global_batch} if workload.global_batch is not None else {}
     positive |= {"budget.minutes": settings.budget.minutes} if settings.budget.minutes is not None else {}
+    positive |= {"probe.threads": settings.probe.threads} if settings.probe.threads is not None else {}
     for name, value in positive.items():
         if value <= 0:
             raise SettingsError(f"{name}={value} must be above 0", "see `--cfg job` for the default")
