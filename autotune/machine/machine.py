@@ -11,6 +11,11 @@ from typing import Any
 GIB = 2**30
 
 
+def gib(size: int) -> str:
+    """Bytes as `12.34 GiB`; below 1 GiB with three digits after the point."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB or size == 0 else f"{size / GIB:.3f} GiB"
+
+
 @dataclass
 class Machine:
     """A cluster of equal nodes.

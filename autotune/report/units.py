@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.machine.machine import GIB
+from autotune.machine import machine
 from autotune.probe.measurement import Measurement
 
 NOTHING = "–"
@@ -10,9 +10,7 @@ NOTHING = "–"
 
 def gib(size: int | None) -> str:
     """Bytes as `12.34 GiB`; below 1 GiB with three digits after the point."""
-    if size is None:
-        return NOTHING
-    return f"{size / GIB:,.2f} GiB" if size >= GIB or size == 0 else f"{size / GIB:.3f} GiB"
+    return NOTHING if size is None else machine.gib(size)
 
 
 def tokens(rate: float | None) -> str:

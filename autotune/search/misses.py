@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autotune.errors import NothingFeasible
-from autotune.machine.machine import GIB, Machine
+from autotune.machine.machine import Machine, gib
 from autotune.probe.measurement import Outcome
 from autotune.store.records import ProbeRecord
 
@@ -22,8 +22,8 @@ def nothing_runs(impossible: Counter[str], ledger: str) -> NothingFeasible:
         impossible: candidates by the reason why they cannot run, never empty.
         ledger: how the candidates came about.
     """
-    reason = next(iter(impossible)).rstrip(".")
-    removed = [f"{count:,} {sentence}" for sentence, count in impossible.most_common(5)]
+    reason, _ = impossible.most_common(1)[0]
+    removed = [f"{count:,} {sentence}" for sentence, count in impossible.most_common(5)] if len(impossible) > 1 else []
     return NothingFeasible(
         f"none of the {impossible.total():,} candidates can run on this machine: {reason}",
         "\n".join(["name the machine that it is for with machine=…", *removed, ledger]),
@@ -57,9 +57,9 @@ def nothing_fits(
         atleast = "at least " if record.measurement.outcome.is_oom else ""
         sentence = (
             f"none of the {len(records)} candidates tried is feasible; the nearest ({record.candidate}) needs "
-            f"{atleast}{_gib(need)} of the {_gib(machine.usable_bytes)} per device that may be used"
+            f"{atleast}{gib(need)} of the {gib(machine.usable_bytes)} per device that may be used"
         )
-    limit = f"{_gib(machine.device_memory_bytes)} per device, {machine.headroom:.0%} of it left free (machine.headroom)"
+    limit = f"{gib(machine.device_memory_bytes)} per device, {machine.headroom:.0%} of it left free (machine.headroom)"
     return NothingFeasible(sentence, "\n".join([_REMEDY, limit, *lines, ledger]))
 
 
@@ -80,7 +80,3 @@ def _limit(record: ProbeRecord) -> str:
         return "ran, but left too little memory free"
     how = " (inferred from a smaller micro-batch)" if record.inferred else ""
     return f"{record.measurement.outcome.value}{how}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f} GiB"

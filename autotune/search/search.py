@@ -124,7 +124,7 @@ class Search:
         self._trials.recover(self._history.settling(), self._told)
         while self._outside and not self._history.settled(self._outside):
             try:  # it is no combination of this space's knobs, so there is no trial for it
-                self._measurer.settle(self._outside, self._history, None, self._left())
+                self._measurer.settle(self._outside, self._history, None, self._left(inside=False))
             except TryAgain:
                 continue
         if not self._ended():
@@ -184,10 +184,10 @@ class Search:
             self._reason = f"{patience} probes without a better one (search.patience)"
         return bool(self._reason)
 
-    def _left(self) -> int:
-        """How many more probes there may be after the next."""
-        untried = len(self._possible) - self._history.tried
-        return max(0, min(self._settings.budget.probes - self._history.spent, untried) - 1)
+    def _left(self, *, inside: bool = True) -> int:
+        """How many more probes there may be after the next, which is of a candidate inside the space or not."""
+        untried = len(self._possible) - self._history.tried - inside
+        return max(0, min(self._settings.budget.probes - self._history.spent - 1, untried))
 
     def _finals(self) -> Result:
         history, machine, baseline = self._history, self._settings.machine, self._space.baseline

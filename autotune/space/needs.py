@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from autotune.candidate import Candidate
-from autotune.machine.machine import GIB, Machine
+from autotune.machine.machine import GIB, Machine, gib
 from autotune.workload.workload import Workload
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -52,29 +52,38 @@ def impossibility(
     """Says of a candidate why it cannot run on a machine at all, in a sentence; None where it may.
 
     Args:
-        candidates: whose least need the sentence names.
+        candidates: the sentence names the least that one of those needs which cannot run for that reason.
         parameters: of the model; None where that is not known, and then nothing is impossible.
         workload: decides what the optimizer keeps.
         machine: what there is.
     """
     if parameters is None:
         return lambda candidate: None
-    known = list(candidates)
     limits = [
         ("per device", least_device_bytes, machine.device_memory_bytes),
         ("of host memory per node", least_host_bytes, int(machine.host_memory_gib * GIB)),
     ]
-    sentences = [
-        f"parameters and optimizer states ({parameters / 1e9:,.2f} billion parameters) need at least "
-        f"{min((need(c, parameters, workload, machine) for c in known), default=0) / GIB:,.2f} GiB {where}, and "
-        f"machine={machine.name} has {have / GIB:,.2f}"
-        for where, need, have in limits
-    ]
+
+    def excess(candidate: Candidate) -> tuple[str, int, int] | None:
+        """Where the candidate needs more than there is, what it needs there, and what there is."""
+        for where, least, have in limits:
+            need = least(candidate, parameters, workload, machine)
+            if have and need > have:
+                return where, need, have
+        return None
+
+    least: dict[str, int] = {}
+    for found in filter(None, map(excess, candidates)):
+        least[found[0]] = min(found[1], least.get(found[0], found[1]))
 
     def reason(candidate: Candidate) -> str | None:
-        for (_, need, have), sentence in zip(limits, sentences, strict=True):
-            if have and need(candidate, parameters, workload, machine) > have:
-                return sentence
-        return None
+        found = excess(candidate)
+        if found is None:
+            return None
+        where, need, have = found
+        return (
+            f"parameters and optimizer states ({parameters / 1e9:,.2f} billion parameters) need at least "
+            f"{gib(least.get(where, need))} {where}, and machine={machine.name} has {gib(have)}"
+        )
 
     return reason
