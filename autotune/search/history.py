@@ -102,6 +102,11 @@ class History:
         return sorted(self._feasible.values(), key=speed, reverse=True)
 
     @property
+    def first(self) -> ProbeRecord | None:
+        """The settling probe of the candidate that was settled first: mostly the untuned default."""
+        return next(iter(self._settled.values()), None)
+
+    @property
     def tried(self) -> int:
         """How many of this sweep's candidates are settled."""
         return sum(1 for candidate in self._settled if self._belongs(candidate) and self.settled(candidate))

@@ -54,7 +54,6 @@ class Measurer:
         self._study, self._optuna_study = settings.study_name, optuna_study
         self._infra: Counter[Candidate] = Counter()
         self._unconfirmed = 0
-        self._first: dict[Candidate, Measurement] = {}
 
     def own(self) -> None:
         """Claim the study, or renew the claim, for longer than the next probe can take.
@@ -100,7 +99,7 @@ class Measurer:
         Raises:
             TryAgain: the probe failed for reasons of ours.
             InfraError: so did the two before it.
-            SettingsError: the first two candidates fail alike: the model itself fails.
+            SettingsError: it fails just as the first candidate did: the model itself fails.
         """
         source = history.frontier.source(candidate)
         if source is not None:
@@ -173,11 +172,11 @@ class Measurer:
         return attempts < INFRA_ATTEMPTS
 
     def _check_model(self, record: ProbeRecord, history: History) -> None:
-        """Stop where the first two candidates fail alike, before memory or speed come in."""
-        self._first.setdefault(record.candidate, record.measurement)
-        if len(self._first) != 2 or history.runs:
+        """Stop where a candidate fails just as the first one did, before memory or speed come in, and none has run."""
+        first = history.first
+        if history.runs or first is None or first.candidate == record.candidate:
             return
-        one, two = self._first.values()
+        one, two = first.measurement, record.measurement
         both = {one.outcome, two.outcome} <= {Outcome.CRASHED, Outcome.INVALID} and {one.phase, two.phase} <= _EARLY
         if both and _plain(one.message) == _plain(two.message):
             raise SettingsError(

@@ -237,6 +237,18 @@ def test_two_candidates_that_fail_differently_say_nothing_about_the_model(
     assert sweeper.run(settings()).winner.candidate not in (one, two)
 
 
+def test_a_model_fails_in_itself_also_where_some_candidates_fail_before_they_come_to_it(
+    sweeper: Any, settings: Make
+) -> None:
+    mine = settings()
+    second, third, *_ = (candidate for candidate in Space(mine).candidates if candidate != Space(mine).baseline)
+    earlier = crashed("no such part", phase=Phase.LOAD)
+    sweeper.table = lambda candidate: earlier if candidate in (second, third) else crashed("the model's own")
+    with pytest.raises(SettingsError, match="the model itself fails, in forward: the model's own"):
+        sweeper.run(mine)
+    assert len(set(sweeper.probed)) == 4
+
+
 def test_a_baseline_outside_the_space_is_measured_and_cannot_win(sweeper: Any, settings: Make) -> None:
     mine = settings(zero_stage=[2], micro_batch=[1, 2], checkpoint_blocks="all")
     result = sweeper.run(mine)
