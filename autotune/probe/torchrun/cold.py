@@ -54,7 +54,7 @@ class Cold:
         except (OSError, ValueError):
             error = None if watch.timed_out else "torchrun ended without a report"
             report = {"exit_codes": {}, "error": error}
-        return report | {"timed_out": watch.timed_out}
+        return watch.report(report)
 
     def close(self) -> None:
         """See Launcher: nothing is kept."""

@@ -14,6 +14,11 @@ _CPU_ALLOCATION = re.compile(
 )
 _CUDA_ALLOCATION = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _PINNED = re.compile(r"pin(ned)?[ _]memory|cudaHostAlloc|cudaHostRegister", re.IGNORECASE)
+_PEER_LOST = re.compile(
+    r"gloo/transport|connection (closed|reset) by peer|socket timeout|broken pipe|"
+    r"NCCL (error|communicator)|remote process",
+    re.IGNORECASE,
+)
 _REQUEST = (
     (re.compile(r"tried to allocate (\d+) bytes"), 1),
     (re.compile(r"Tried to allocate ([\d.]+) KiB"), 2**10),
@@ -56,6 +61,13 @@ def classify(error: Exception, phase: Phase, full: bool, on_cpu: bool) -> str:
     elif isinstance(error, MemoryError):
         return "oom_host"
     return "invalid" if phase is Phase.INIT and _is_refusal(error) else "crashed"
+
+
+def is_peer_lost(error: Exception) -> bool:
+    """Whether a rank only saw that another one was gone: a consequence, not a cause."""
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    return isinstance(error, RuntimeError) and bool(_PEER_LOST.search(str(error)))
 
 
 def is_allocation_failure(error: Exception) -> bool:

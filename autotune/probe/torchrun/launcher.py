@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -34,7 +36,7 @@ class Launcher(Protocol):
         """Run a probe's ranks to their end or to the deadline; afterwards none of them is left.
 
         Returns:
-            The agent's report (see agent.launch), with `timed_out` beside it.
+            The agent's report (see agent.launch), with `timed_out` and `vanished` beside it (see watch.py).
 
         Raises:
             InfraError: the launcher's own processes could not be started.
@@ -50,7 +52,11 @@ def environment(machine: Machine, workload: Workload, threads: int) -> dict[str,
     """The environment of every rank: explicit where it changes what is measured."""
     package = str(Path(__file__).resolve().parents[3])
     paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "autotune" / "torch_extensions")
+    # Compiled operations belong to one installation: paths and versions are compiled in.
+    installation = hashlib.sha256(f"{sys.prefix} {metadata.version('torch')}".encode()).hexdigest()[:12]
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
+        Path.home() / ".cache" / "autotune" / "torch_extensions" / f"{metadata.version('deepspeed')}-{installation}"
+    )
     return {
         **os.environ,
         # ninja, which compiles DeepSpeed's operations, is found beside this interpreter, activated or not: another

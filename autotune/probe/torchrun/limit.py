@@ -1,8 +1,8 @@
 """The memory of an emulated device on a CPU: a budget that the kernel enforces (RLIMIT_DATA).
 
-Before every operation the process is allowed as much more private memory as the device has left, so that a tensor too
-many is a real failed allocation, while code, Python objects, scratch space of the math library and all that belongs
-to the host are nobody's limit.
+During every operation on tensors the process is allowed as much more private memory as the device has left, so that
+a tensor too many is a real failed allocation. Code, Python objects, threads, what the math library keeps and all that
+belongs to the host are nobody's limit.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import resource
 NEAR = 0.05
 """A death counts as device OOM only when use, with the request that failed, was this near to the budget or above."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_STEP = 2**18
-"""The limit is moved when it would change by more than so many bytes."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -33,7 +31,7 @@ def return_freed_memory(at_once: bool) -> None:
 
 
 class DeviceLimit:
-    """Keeps RLIMIT_DATA at what the emulated device has left.
+    """Puts RLIMIT_DATA at what the emulated device has left, and takes it away.
 
     Args:
         budget: memory of the device, bytes.
@@ -44,7 +42,6 @@ class DeviceLimit:
         self.budget = budget
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        self._set = -1
 
     def allow(self, live: int, host_to_come: int) -> None:
         """Allow what the device has left, and what the host is still to get.
@@ -55,11 +52,9 @@ class DeviceLimit:
         """
         # The sixth field counts pages of private writable memory, as RLIMIT_DATA does, and the main stack.
         data = int(os.pread(self._statm, 256, 0).split()[5]) * _PAGE
-        limit = max(data + self.budget - live + host_to_come, 0)
-        if abs(limit - self._set) > _STEP:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, self._hard))
-            self._set = limit
+        left = max(self.budget - live + host_to_come, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (data + left, self._hard))
 
     def lift(self) -> None:
-        """Take the limit away: to report a failure, or because what follows repeats what has fitted."""
+        """Take the limit away: a thread that cannot be started, say, ends or hangs the process."""
         resource.setrlimit(resource.RLIMIT_DATA, (self._hard, self._hard))

@@ -3,6 +3,7 @@
 A meter record of one phase has, in bytes where not said otherwise:
 
     allocated         live tensors on the device at the worst moment of the phase
+    live              live tensors on the device at the phase's end
     reserved          what the allocator held then (on a CPU nothing caches: equal to allocated)
     device_total      all that the device had in use at the phase's end (CUDA only)
     inactive_split    free parts of split blocks, the fragmentation that cannot be given back (CUDA only)
@@ -41,7 +42,7 @@ class Meters(Protocol):
     failed_at: int
 
     def full(self, requested: int) -> bool:
-        """After a failure: whether so many bytes more were too many. Lifts the limit, so that it can be told.
+        """After a failure: whether so many bytes more were too many.
 
         `failed_at` then says what was in use, bytes; 0 where that is not known.
         """
@@ -74,14 +75,14 @@ class CpuMeters:
     def __init__(self, budget: int, host_to_come: int) -> None:
         self.limit = DeviceLimit(budget)
         self.failed_at = 0
-        self.tape = Tape(before=lambda live: self.limit.allow(live, self._to_come))
+        self.tape = Tape(before=lambda live: self.limit.allow(live, self._to_come), after=self.limit.lift)
+        self._taping = True
         self._to_come = host_to_come
         self._host = 0
         HostInput.ledger = self._move
 
     def full(self, requested: int) -> bool:
         """See Meters."""
-        self.limit.lift()
         self.failed_at = self.tape.live_at_failure
         return self.failed_at + requested >= (1 - NEAR) * (self.limit.budget + self._to_come)
 
@@ -94,8 +95,11 @@ class CpuMeters:
         self.tape.reset_peak()
 
     def read(self) -> dict[str, int]:
-        """See Meters."""
-        return {"allocated": self.tape.peak, "reserved": self.tape.peak, "host": self._host, "pss": pss_bytes()}
+        """See Meters. Without the tape nothing is known of the device."""
+        if not self._taping:
+            return {"pss": pss_bytes()}
+        peak, live = self.tape.peak, self.tape.live
+        return {"allocated": peak, "reserved": peak, "live": live, "host": self._host, "pss": pss_bytes()}
 
     def settle(self, engine: Any) -> None:
         """See Meters. Corrects the phase that is just ending, in which the host's tensors were born unmarked."""
@@ -109,7 +113,7 @@ class CpuMeters:
 
     def release(self) -> None:
         """See Meters."""
-        self.limit.lift()
+        self._taping = False
         return_freed_memory(at_once=False)
 
     def _move(self, size: int) -> None:
@@ -148,6 +152,7 @@ class CudaMeters:
         pinned = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
         return {
             "allocated": stats["allocated_bytes.all.peak"],
+            "live": stats["allocated_bytes.all.current"],
             "reserved": stats["reserved_bytes.all.peak"],
             "device_total": total - free,
             "inactive_split": stats["inactive_split_bytes.all.peak"],

@@ -37,21 +37,16 @@ class TorchrunProber:
 
     Args:
         settings: of the sweep.
-        tell: takes a sentence when something takes its time (imports, compilation).
+        launcher: starts the ranks; closed with the prober.
     """
 
     kind = "torchrun"
 
-    def __init__(self, settings: Settings, tell: Tell = lambda text: None) -> None:
+    def __init__(self, settings: Settings, launcher: Launcher) -> None:
         self._settings = settings
         self._machine, self._workload = settings.machine, settings.workload
         self._threads, self._processors = placement(settings)
-        if settings.launcher.name not in LAUNCHERS:
-            raise SettingsError(
-                f"launcher={settings.launcher.name} is unknown", f"one of {', '.join(sorted(LAUNCHERS))}"
-            )
-        environ = environment(self._machine, self._workload, self._threads)
-        self._launcher = LAUNCHERS[settings.launcher.name](environ, tell)
+        self._launcher = launcher
         self._description: Description | None = None
 
     @property
@@ -89,12 +84,12 @@ class TorchrunProber:
             spec = self._spec(request, directory, parameters)
             world = self._machine.world_size
             report = self._launcher.run(spec.write(), world, self._deadline_s(spec))
-            pulses = [Pulse.read(directory, rank) for rank in range(world)]
             evidence = Evidence(
                 results=[RankResult.read(directory, rank) for rank in range(world)],
-                phases=[pulse[2] if pulse else None for pulse in pulses],
+                beats=[Pulse.read(directory, rank) for rank in range(world)],
                 exit_codes={int(rank): code for rank, code in report["exit_codes"].items()},
                 timed_out=report["timed_out"],
+                vanished=report["vanished"],
                 agent_error=report["error"],
                 kernel_killed=_kernel_kills() > killed,
             )
@@ -179,6 +174,23 @@ class TorchrunProber:
             "step_s": step,
             "step_times_s": first.step_times_s,
         }
+
+
+def make_launcher(settings: Settings, tell: Tell = lambda text: None) -> Launcher:
+    """The launcher that the settings name; nothing is started yet.
+
+    Args:
+        settings: of the sweep.
+        tell: takes a sentence when something takes its time (imports, compilation).
+
+    Raises:
+        SettingsError: there is none of that name.
+    """
+    name = settings.launcher.name
+    if name not in LAUNCHERS:
+        raise SettingsError(f"launcher={name} is unknown", f"one of {', '.join(sorted(LAUNCHERS))}")
+    threads, _ = placement(settings)
+    return LAUNCHERS[name](environment(settings.machine, settings.workload, threads), tell)
 
 
 def placement(settings: Settings) -> tuple[int, list[list[int]]]:

@@ -79,6 +79,7 @@ class RankResult:
 
     Attributes:
         failure: how it failed: oom_device, oom_host, invalid, diverged or crashed; None when it did not.
+        peer_lost: what it saw is only that another rank was gone.
         phase: where it failed.
         message: the exception's type and first line.
         trace: its traceback.
@@ -92,6 +93,7 @@ class RankResult:
 
     rank: int
     failure: str | None = None
+    peer_lost: bool = False
     phase: str | None = None
     message: str | None = None
     trace: str | None = None
@@ -127,13 +129,26 @@ class RankResult:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank last said of itself: its process, its phase, and how many phases it has begun."""
+
+    pid: int
+    create_time: float
+    phase: Phase
+    progress: int
+
+
+_PHASES = list(Phase)
+
+
 class Pulse:
     """A few bytes that a rank keeps current in a mapped file, so that its phase is known even when it is killed.
 
     Writing is a store to memory: it costs nothing in a timed step.
     """
 
-    _LAYOUT = struct.Struct("<qdqq")  # pid, create time of the process, phase index, bytes in use
+    _LAYOUT = struct.Struct("<qdqq")  # pid, create time of the process, phase index, phases begun so far
 
     def __init__(self, directory: str | Path, rank: int) -> None:
         path = Path(directory) / f"rank{rank}.pulse"
@@ -147,20 +162,20 @@ class Pulse:
         self._values[1] = create_time
         self._store()
 
-    def phase(self, phase: Phase, used: int = 0) -> None:
-        """Say what is going on, and how many bytes of the device are in use where that is known."""
-        self._values[2] = list(Phase).index(phase)
-        self._values[3] = used or self._values[3]
+    def phase(self, phase: Phase) -> None:
+        """Say what is going on."""
+        self._values[2] = _PHASES.index(phase)
+        self._values[3] += 1
         self._store()
 
     def _store(self) -> None:
         self._LAYOUT.pack_into(self._map, 0, *self._values)
 
     @classmethod
-    def read(cls, directory: str | Path, rank: int) -> tuple[int, float, Phase] | None:
-        """(pid, create time, phase) of a rank; None when it has not started."""
+    def read(cls, directory: str | Path, rank: int) -> Beat | None:
+        """What a rank last said; None when it has not started."""
         try:
             values = cls._LAYOUT.unpack((Path(directory) / f"rank{rank}.pulse").read_bytes())
         except (OSError, struct.error):
             return None
-        return (values[0], values[1], list(Phase)[values[2]]) if values[0] else None
+        return Beat(values[0], values[1], _PHASES[values[2]], values[3]) if values[0] else None

@@ -17,7 +17,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch types ne
     Bytes are those asked for, without an allocator's rounding. Deaths are counted whether or not the tape is active.
 
     Args:
-        before: called with `live` before every operation.
+        before: called with `live` before every operation that is no collective.
+        after: called after every operation.
 
     Attributes:
         live: bytes of the storages alive now.
@@ -25,9 +26,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch types ne
         live_at_failure: `live` when an operation last raised.
     """
 
-    def __init__(self, before: Callable[[int], None] = lambda live: None) -> None:
+    def __init__(
+        self, before: Callable[[int], None] = lambda live: None, after: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # nor its __init__
-        self._before = before
+        self._before, self._after = before, after
         self.live = 0
         self.peak = 0
         self.live_at_failure = 0
@@ -38,13 +41,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch types ne
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._before(self.live)
+        if func.namespace != "c10d":  # collectives make no tensors, but buffers and threads of their own
+            self._before(self.live)
         try:
             out = func(*args, **(kwargs or {}))
         except (RuntimeError, MemoryError):
             # What is alive now: unwinding frees some of it before anyone else can look.
             self.live_at_failure = self.live
             raise
+        finally:
+            self._after()
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
                 self._born(value)

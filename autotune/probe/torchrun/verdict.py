@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.probe.measurement import Outcome, Phase
-from autotune.probe.torchrun.spec import RankResult
+from autotune.probe.torchrun.spec import Beat, RankResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +16,26 @@ class Evidence:
 
     Attributes:
         results: of each rank; None where a rank left none, or none that is whole.
-        phases: what each rank was last doing; None where it never started.
+        beats: what each rank last said of itself; None where it never started.
         exit_codes: of ranks that ended by themselves before their agent ended them; negative for signals.
         timed_out: whether the deadline ended it.
+        vanished: the rank whose end without a word ended it.
         agent_error: what kept the launcher from its work.
         kernel_killed: whether the kernel's OOM killer was at work meanwhile.
     """
 
     results: list[RankResult | None]
-    phases: list[Phase | None]
+    beats: list[Beat | None]
     exit_codes: dict[int, int]
     timed_out: bool
+    vanished: int | None
     agent_error: str | None
     kernel_killed: bool
+
+    def phase(self, rank: int) -> Phase | None:
+        """What a rank was last doing; None where it never started."""
+        beat = self.beats[rank] if rank < len(self.beats) else None
+        return beat.phase if beat is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +52,58 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on a probe.
 
-    A rank that told its failure is believed before anything else; of several the first in time is the cause, except
-    that running out of memory explains what its peers see, and not the other way round. Then come deaths without a
-    word, the deadline, the launcher's own trouble, and last silence.
+    A rank that told its own failure is believed before anything else; of several the first in time is the cause,
+    except that running out of memory explains what its peers see, and not the other way round. Then come the
+    deadline, deaths without a word, the launcher's own trouble, what peers saw, and last silence.
     """
-    told = [r for r in evidence.results if r is not None and r.failure is not None]
+    failed = [r for r in evidence.results if r is not None and r.failure is not None]
+    told = [r for r in failed if not r.peer_lost]
     if told:
         cause = min(told, key=lambda r: (not str(r.failure).startswith("oom"), r.at))
         return Verdict(Outcome(str(cause.failure)), _phase(cause.phase), cause.rank, cause.message, cause.trace)
-    if evidence.results and all(r is not None for r in evidence.results) and not evidence.timed_out:
+    if evidence.results and not failed and None not in evidence.results and not evidence.timed_out:
         stopped = any(r is not None and r.stopped for r in evidence.results)
         return Verdict(Outcome.STOPPED if stopped else Outcome.OK)
     if evidence.timed_out:
-        late = next((rank for rank, r in enumerate(evidence.results) if r is None), None)
-        phase = evidence.phases[late] if late is not None else None
-        if not any(evidence.phases):
+        late = _last(evidence)
+        if late is None:
             return Verdict(Outcome.INFRA, message="no rank had started by the deadline")
-        return Verdict(Outcome.TIMEOUT, phase, late, "the probe was not done by its deadline (probe.deadline_s)")
-    if evidence.exit_codes:
-        rank, code = min(evidence.exit_codes.items(), key=lambda item: (-item[1] == signal.SIGTERM, item[0]))
+        message = f"rank {late} was not done by the deadline (probe.deadline_s)"
+        return Verdict(Outcome.TIMEOUT, evidence.phase(late), late, message)
+    if evidence.vanished is not None:
+        return _silence(evidence, evidence.vanished)
+    silent_codes = {r: code for r, code in evidence.exit_codes.items() if r not in {f.rank for f in failed}}
+    if silent_codes:
+        rank, code = min(silent_codes.items(), key=lambda item: (-item[1] == signal.SIGTERM, item[0]))
         return _silent_death(evidence, rank, code)
     if evidence.agent_error is not None:
         return Verdict(Outcome.INFRA, message=evidence.agent_error)
-    silent = next((rank for rank, r in enumerate(evidence.results) if r is None), 0)
-    if evidence.phases[silent] is None:
+    silent = next((rank for rank, r in enumerate(evidence.results) if r is None), None)
+    if silent is None:
+        seen = min(failed, key=lambda r: r.at)
+        return Verdict(Outcome.CRASHED, _phase(seen.phase), seen.rank, seen.message, seen.trace)
+    if evidence.phase(silent) is None:
         return Verdict(Outcome.INFRA, rank=silent, message=f"rank {silent} never started")
-    return Verdict(
-        Outcome.CRASHED, evidence.phases[silent], silent, f"rank {silent} ended without a result and without an error"
-    )
+    return _silence(evidence, silent)
+
+
+def _last(evidence: Evidence) -> int | None:
+    """The rank that the others wait for: of those without a result the one that has come least far."""
+    begun = [
+        (beat.progress, rank)
+        for rank, beat in enumerate(evidence.beats)
+        if beat is not None and evidence.results[rank] is None
+    ]
+    return min(begun)[1] if begun else next((r for r, beat in enumerate(evidence.beats) if beat is not None), None)
+
+
+def _silence(evidence: Evidence, rank: int) -> Verdict:
+    message = f"rank {rank} ended without a result and without an error"
+    return Verdict(Outcome.CRASHED, evidence.phase(rank), rank, message)
 
 
 def _silent_death(evidence: Evidence, rank: int, code: int) -> Verdict:
-    phase = evidence.phases[rank] if rank < len(evidence.phases) else None
+    phase = evidence.phase(rank)
     if code == -signal.SIGKILL and evidence.kernel_killed:
         return Verdict(Outcome.OOM_HOST, phase, rank, f"the kernel killed rank {rank}: the host's memory ran out")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

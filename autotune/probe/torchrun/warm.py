@@ -42,13 +42,13 @@ class Warm:
             while True:
                 report = self._reply(0.1)
                 if report is not None:
-                    return report | {"timed_out": watch.timed_out}
+                    return watch.report(report)
                 if not self._alive():
                     self._tell("the fork server's host died; a new one is started")
-                    return {"exit_codes": {}, "error": "the launcher's host process died", "timed_out": watch.timed_out}
+                    return watch.report({"exit_codes": {}, "error": "the launcher's host process died"})
                 if watch.overdue():
                     self.close()
-                    return {"exit_codes": {}, "error": None, "timed_out": watch.timed_out}
+                    return watch.report({"exit_codes": {}, "error": None})
         finally:
             if report is None:  # interrupted, dead or stuck: a new host serves the next probe
                 self.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from autotune.probe.torchrun.launcher import AgentReport
 from autotune.probe.torchrun.spec import Pulse, RankResult
 
 GRACE_S = 6.0
@@ -16,7 +17,12 @@ VANISHED_S = 1.0
 
 
 class Watch:
-    """Looks after the ranks of one probe from outside: their deadline, their silent ends, their end in any case."""
+    """Watches the ranks of one probe.
+
+    Attributes:
+        timed_out: the deadline ended them.
+        vanished: the rank whose end without a word ended them all; None where there was none.
+    """
 
     def __init__(self, directory: Path, world: int, deadline_s: float) -> None:
         self._directory, self._world = directory, world
@@ -24,6 +30,7 @@ class Watch:
         self._killed_at: float | None = None
         self._vanished_at: float | None = None
         self.timed_out = False
+        self.vanished: int | None = None
 
     def overdue(self) -> bool:
         """Kill the ranks at the deadline, or when one of them is gone without a word; True when that failed."""
@@ -33,11 +40,16 @@ class Watch:
         if now > self._deadline:
             self.timed_out = True
             self.kill()
-        elif self._someone_vanished():
+        elif (rank := self._gone()) is not None:
             self._vanished_at = self._vanished_at or now
             if now > self._vanished_at + VANISHED_S:
+                self.vanished = rank
                 self.kill()
         return False
+
+    def report(self, said: AgentReport) -> AgentReport:
+        """The agent's report with what was seen from outside."""
+        return said | {"timed_out": self.timed_out, "vanished": self.vanished}
 
     def kill(self) -> None:
         """End every rank of this probe that is still there, and only those."""
@@ -52,18 +64,23 @@ class Watch:
         if pulse is None:
             return None
         try:
-            process = psutil.Process(pulse[0])
-            same = abs(process.create_time() - pulse[1]) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
+            process = psutil.Process(pulse.pid)
+            same = abs(process.create_time() - pulse.create_time) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return None
         return process if same else None
 
-    def _someone_vanished(self) -> bool:
-        return any(
-            Pulse.read(self._directory, rank) is not None
-            and self._process(rank) is None
-            and RankResult.read(self._directory, rank) is None
-            for rank in range(self._world)
+    def _gone(self) -> int | None:
+        """A rank that has started, is no more, and left no result; None where there is none."""
+        return next(
+            (
+                rank
+                for rank in range(self._world)
+                if Pulse.read(self._directory, rank) is not None
+                and self._process(rank) is None
+                and RankResult.read(self._directory, rank) is None
+            ),
+            None,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sys
 import time
@@ -14,13 +15,15 @@ from typing import Any
 import psutil
 
 from autotune.probe.measurement import Phase
-from autotune.probe.torchrun.failure import DivergedError, classify, requested_bytes
+from autotune.probe.torchrun.failure import DivergedError, classify, is_peer_lost, requested_bytes
 from autotune.probe.torchrun.leash import die_with_parent
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
 from autotune.space.config import allocator_environment
 
 MOST_SKIPPED = 40
 """fp16's dynamic loss scale starts at 2**16 and halves with every skipped step; after so many, training diverges."""
+PEER_GRACE_S = 0.5
+"""A rank that only saw a peer go ends so much later, seconds, so that the agent sees that peer's end first."""
 HOPE = 1.1
 """A probe goes on while its best step, made faster by this factor, would still reach the best candidate."""
 
@@ -43,6 +46,8 @@ def run(spec_path: str) -> None:
     except Exception as error:  # noqa: BLE001 - whatever a model, DeepSpeed or torch raises is this probe's outcome
         probe.fail(error)
         result.write(spec.directory)
+        if result.peer_lost:
+            time.sleep(PEER_GRACE_S)
         os._exit(1)
     result.write(spec.directory)
 
@@ -261,6 +266,8 @@ class _Rank:
                 self.losses.append(loss)
                 return
             self.result.skipped_steps += 1
+            if not math.isfinite(loss.item()):  # a skipped step may wait for the device
+                raise DivergedError(f"the loss of optimizer step {self.steps_made} is {loss.item()}")
         raise DivergedError(f"DeepSpeed skipped {MOST_SKIPPED} optimizer steps in a row: gradients overflow")
 
     def synchronise(self) -> None:
@@ -288,7 +295,7 @@ class _Rank:
         self.result.losses += [float(x) / self.world for x in losses.tolist()]
         self.losses = []
         for step, loss in enumerate(self.result.losses):
-            if not abs(loss) < float("inf"):
+            if not math.isfinite(loss):
                 raise DivergedError(f"the loss of optimizer step {step + 1} is {loss}")
 
     # -- its accounts -------------------------------------------------------------------------------------------
@@ -333,6 +340,7 @@ class _Rank:
             full = self.meters.full(requested)
             if self.meters.failed_at and requested:
                 self.result.needed_bytes = self.meters.failed_at + requested
+        self.result.peer_lost = is_peer_lost(error)
         self.result.failure = classify(error, self.now, full, self.on_cpu)
         self.result.phase = str(self.now)
         lines = str(error).strip().splitlines() or [""]
