@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from autotune.errors import InfraError
-from autotune.probe.torchrun import preload
-from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, last_line, leashed, log_file, wait_telling
+from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, leashed
+from autotune.probe.torchrun.starting import compile_operations
 from autotune.probe.torchrun.watch import Watch, kill_tree
 
 
@@ -31,7 +29,9 @@ class Cold:
 
     def run(self, spec_path: Path, world: int, deadline_s: float) -> AgentReport:
         """See Launcher."""
-        self._prepare()
+        if not self._prepared:  # so that no probe is timed while compiling
+            compile_operations(self._environ, self._tell)
+            self._prepared = True
         watch = Watch(spec_path.parent, world, deadline_s)
         with (spec_path.parent / "agent.log").open("wb") as log:
             agent = subprocess.Popen(
@@ -58,28 +58,3 @@ class Cold:
 
     def close(self) -> None:
         """See Launcher: nothing is kept."""
-
-    def _prepare(self) -> None:
-        """Compile DeepSpeed's operations before the first probe, so that none is timed while compiling."""
-        if self._prepared:
-            return
-        with tempfile.NamedTemporaryFile("w", prefix="autotune-status-") as status, log_file() as log:
-            process = subprocess.Popen(
-                leashed([sys.executable, "-m", "autotune.probe.torchrun.preload"]),
-                env=self._environ | {preload.STATUS_FILE: status.name},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            try:
-                wait_telling(lambda: time.sleep(0.2), lambda: process.poll() is None, Path(status.name), self._tell)
-            finally:
-                kill_tree(process.pid)
-                process.wait()
-            if process.returncode != 0:
-                raise InfraError(
-                    f"torch and DeepSpeed could not be prepared: {last_line(log)}",
-                    "run `python -m autotune.probe.torchrun.preload` with TORCH_EXTENSIONS_DIR set to see more",
-                )
-        self._prepared = True

@@ -1,16 +1,14 @@
-"""The Launcher protocol, and what every launcher does alike: the ranks' environment, a leash, a log, waiting."""
+"""The Launcher protocol, and what every launcher does alike: the ranks' environment, and a leash."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from autotune.machine.machine import Machine
 from autotune.probe.torchrun import preload
@@ -80,31 +78,3 @@ def environment(machine: Machine, workload: Workload, threads: int) -> dict[str,
 def leashed(command: list[str]) -> list[str]:
     """The command, made to die with this process."""
     return [sys.executable, "-m", "autotune.probe.torchrun.leash", str(os.getpid()), *command]
-
-
-def log_file() -> IO[bytes]:
-    """A file for what processes print; gone when it is closed."""
-    return tempfile.TemporaryFile("w+b", prefix="autotune-log-")
-
-
-def last_line(log: IO[bytes]) -> str:
-    """What a process said last."""
-    log.seek(0)
-    lines = log.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
-
-
-def wait_telling(
-    answer: Callable[[], AgentReport | None], alive: Callable[[], bool], status: Path, tell: Tell
-) -> AgentReport | None:
-    """Wait for an answer, for the end of who should give it, or for `START_S`; pass on what it says meanwhile."""
-    told, deadline = "", time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if (found := answer()) is not None:
-            return found
-        if (now := status.read_text()) != told:
-            told = now
-            tell(now)
-        if not alive():
-            return None
-    return None

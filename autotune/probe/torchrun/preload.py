@@ -1,7 +1,7 @@
 """What must have happened before a rank starts quickly: everything imported, DeepSpeed's C++ operations compiled.
 
-The warm launcher's fork server imports this module once (`FORK_SERVER` is set there); the cold launcher runs it as a
-program, to compile. No tensor operation runs here and CUDA is not touched: a forked rank could not use it.
+The warm launcher's fork server imports this module once (`FORK_SERVER` is set there); as a program it compiles, for the
+cold launcher and for CUDA. No tensor operation runs here and CUDA is not touched: a forked rank could not use it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def tell(status: str) -> None:
         Path(path).write_text(status)
 
 
-def prepare() -> None:
-    """Import what ranks import, then compile and load DeepSpeed's operations."""
+def prepare(operations: bool) -> None:
+    """Import what ranks import, then compile and load DeepSpeed's operations where asked to."""
     tell("importing torch, DeepSpeed and transformers")
     _ask_processor_once()
     for module in (
@@ -48,7 +48,7 @@ def prepare() -> None:
         with contextlib.suppress(ImportError):  # a type whose module has another name is imported by the ranks
             importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     with _compiling():
-        for builder in _builders():
+        for builder in _builders() if operations else []:
             name = builder().name
             compiled = (_build_directory(name) / f"{name}.so").exists()
             tell(f"loading DeepSpeed's {name}" if compiled else f"compiling DeepSpeed's {name}, once (about a minute)")
@@ -103,7 +103,8 @@ if os.environ.get(FORK_SERVER):
     from autotune.probe.torchrun.leash import die_with_parent
 
     die_with_parent()
-    prepare()
+    # For CUDA, compiling asks the devices for their architecture, after which a forked rank could not use them.
+    prepare(operations=os.environ.get("DS_ACCELERATOR") == "cpu")
 
 if __name__ == "__main__":
-    prepare()
+    prepare(operations=True)

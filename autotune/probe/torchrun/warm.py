@@ -13,7 +13,8 @@ from typing import Any
 
 from autotune.errors import InfraError
 from autotune.probe.torchrun import preload
-from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, last_line, leashed, log_file, wait_telling
+from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, leashed
+from autotune.probe.torchrun.starting import compile_operations, last_line, log_file, wait_telling
 from autotune.probe.torchrun.watch import Watch, kill_tree
 
 
@@ -68,6 +69,8 @@ class Warm:
         return self._host is not None and self._host.poll() is None
 
     def _start(self) -> None:
+        if self._environ["DS_ACCELERATOR"] != "cpu":
+            compile_operations(self._environ, self._tell)
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self._buffer = b""

@@ -111,6 +111,8 @@ class _Rank:
         torch.set_num_threads(self.spec.threads)
         os.environ.update(allocator_environment(self.spec.candidate))
         if not self.on_cpu:
+            if torch.cuda._is_in_bad_fork():
+                raise RuntimeError("the fork server has touched CUDA, so that its ranks cannot: use launcher=cold")
             torch.cuda.set_device(self.local_rank)
         self.result.environment = {
             "threads": self.spec.threads,

@@ -1,0 +1,17 @@
+"""The figures that the project claims, measured here and now: `make bench`, or `python -m tests.bench [NAME …]`.
+
+Each is a ratio, or medians with their spreads, from pairs run in turn on one machine.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.bench import gain, overhead, startup
+
+BENCHES = {"startup": startup.main, "overhead": overhead.main, "gain": gain.main}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or BENCHES:
+        print(f"\n== {name}", flush=True)
+        BENCHES[name]()
