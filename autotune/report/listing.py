@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from autotune.candidate import Candidate, varying
 from autotune.probe.measurement import Outcome
 from autotune.report.output import print_csv, print_json, print_table
-from autotune.report.units import NOTHING, gib, seconds, spread, tokens
+from autotune.report.units import NOTHING, gib, memory, seconds, spread, tokens
 from autotune.store.records import ProbeRecord, StudyRecord
 from autotune.store.store import Store
 
@@ -93,7 +93,7 @@ def list_trials(store: Store, study: str, form: str, out: TextIO) -> None:
     elif form == "csv":
         print_csv(out, TRIAL_COLUMNS, rows)
     else:
-        headings = ["trial", "candidate", "outcome", "tokens/s", "spread", "step", "reserved", "host", "probe", "wall"]
+        headings = ["trial", "candidate", "outcome", "tokens/s", "spread", "step", "memory", "host", "probe", "wall"]
         names = varying(probe.candidate for probe in probes)
         print_table(out, [*headings, ""], [trial_cells(probe, record.winner_trial, names) for probe in probes])
 
@@ -152,7 +152,7 @@ def trial_cells(probe: ProbeRecord, winner_trial: int | None, names: Collection[
         tokens(measurement.tokens_per_s),
         spread(measurement.tokens_per_s_low, measurement.tokens_per_s_high),
         seconds(measurement.step_s),
-        gib(measurement.peak_reserved_bytes),
+        memory(measurement),
         gib(measurement.host_peak_bytes),
         measurement.probe_kind,
         f"{measurement.wall_s:,.1f} s" if measurement.wall_s else NOTHING,

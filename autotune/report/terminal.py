@@ -17,7 +17,7 @@ from rich.text import Text
 from autotune.candidate import Candidate
 from autotune.machine.machine import Machine
 from autotune.probe.measurement import Outcome
-from autotune.report.units import NOTHING, duration, gib, throughput, tokens
+from autotune.report.units import NOTHING, duration, gib, memory, throughput, tokens
 from autotune.search.history import speed
 from autotune.search.observer import Observer, Overview
 from autotune.search.outcomes import fits
@@ -239,7 +239,7 @@ class LiveProgress(Progress):
                 self.label(record.candidate),
                 Text(how(record), style=_COLOURS.get(measurement.outcome, "red")),
                 tokens(measurement.tokens_per_s),
-                gib(measurement.used_bytes),
+                memory(measurement),
                 f"{measurement.wall_s:.1f} s" if started else NOTHING,
             )
         return table

@@ -13,6 +13,13 @@ def gib(size: int | None) -> str:
     return NOTHING if size is None else machine.gib(size)
 
 
+def memory(measurement: Measurement) -> str:
+    """What a probe used of the device; for an OOM what it takes at least, where that is known."""
+    if measurement.outcome.is_oom:
+        return f"≥ {gib(measurement.needed_bytes)}" if measurement.needed_bytes else NOTHING
+    return gib(measurement.used_bytes)
+
+
 def tokens(rate: float | None) -> str:
     """Tokens per second as `12,345`; below 100 with one digit after the point."""
     if rate is None:

@@ -114,7 +114,7 @@ def test_a_terminal_gets_a_live_display(tty: Terminal, ok: Any) -> None:
     assert re.search(r"best +40,000 tokens/s", text)
     assert re.search(r"left +at most 3 more, about", text)
     assert re.search(r"note +search ended: every candidate is tried", text)
-    assert re.search(r"16 +mb 8 × acc 16 .* oom_device in forward +– +– +9.0 s", text)
+    assert re.search(r"16 +mb 8 × acc 16 .* oom_device in forward +– +≥ 310.00 GiB +9.0 s", text)
     assert "36 some-rule" in tty.getvalue()
     assert "\x1b[" in tty.getvalue()
 
