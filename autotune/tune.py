@@ -13,7 +13,7 @@ from autotune.errors import SettingsError
 from autotune.export.deepspeed import write_winner
 from autotune.machine.detect import not_here_reason
 from autotune.probe.torchrun.describe import Description
-from autotune.probe.torchrun.prober import TorchrunProber
+from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
 from autotune.report.summary import print_summary
 from autotune.report.terminal import progress
 from autotune.search.result import Result
@@ -48,7 +48,7 @@ def tune(settings: Settings) -> tuple[Result, list[Path]]:
         # Known before anything is started: a study that holds another workload or machine is refused here.
         store.open_study(settings.study_name, settings.workload, settings.machine)
         with progress(sys.stderr, settings.machine, settings.budget.minutes, store.probes(settings.study_name)) as seen:
-            prober = TorchrunProber(settings, seen.telling)
+            prober = TorchrunProber(settings, make_launcher(settings, seen.telling))
             try:
                 model = described(prober.describe())
                 if fitted := fitted_buckets(settings, model):
