@@ -33,7 +33,12 @@ class Run:
 
     def finish(self) -> Run:
         """Wait for its end and read what it said."""
-        out, err = self.process.communicate(timeout=LONGEST_S)
+        try:
+            out, err = self.process.communicate(timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            for process in self.living():
+                process.kill()
+            raise
         self.out += out
         self.err += err
         return self

@@ -268,7 +268,13 @@ class Net(nn.Module):
 def build():
     return Net(), lambda sequences, seq_len, device: {"x": torch.randn(sequences, 8, device=device)}
 """
-CUSTOM = ("machine=cpu", "model=custom", "workload.seq_len=8", "workload.global_batch=8", "space.micro_batch=[1,2]")
+CUSTOM = (
+    "machine=cpu",
+    "model=custom",
+    "workload.seq_len=8",
+    "workload.global_batch=8",
+    "space.checkpoint_blocks=none",
+)
 HOPELESS = {
     "a factory that cannot be imported": Refused(
         (*CUSTOM, "model.name=missing", "model.factory=nonesuch:build"), 2, "nonesuch:build cannot be .*No module named"

@@ -17,9 +17,9 @@ def main(config: str) -> None:
     model = GPTNeoXForCausalLM(
         GPTNeoXConfig(
             num_hidden_layers=2,
-            hidden_size=128,
+            hidden_size=32,
             num_attention_heads=4,
-            intermediate_size=512,
+            intermediate_size=64,
             vocab_size=8192,
             max_position_embeddings=256,
         )
