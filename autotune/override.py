@@ -68,7 +68,8 @@ def strangers(section: object, prefix: str = "") -> list[str]:
 
 def no_setting(name: str, known: Sequence[str]) -> SettingsError:
     """The error for a setting that there is none of, with those that have names like it."""
-    alike = get_close_matches(name, known, n=3, cutoff=0.7)
+    elsewhere = [setting for setting in known if setting.rpartition(".")[2] == name]
+    alike = elsewhere or get_close_matches(name, known, n=3, cutoff=0.7)
     meant = f"did you mean {' or '.join(alike)}? " if alike else ""
     return SettingsError(f"there is no setting {name}", meant + HELP)
 

@@ -25,9 +25,11 @@ Sections (SECTION.KEY=VALUE; `--cfg job` prints them all, with the values in for
              checkpoint_part, checkpoint_input, overlap_comm, reduce_bucket_size, …, precision
              a scalar fixes a knob, a list is a choice, {{low, high, step|log}} a range
   budget     probes (processes started for search), minutes (of wall clock)
+  search     seed, patience (end after so many probes without a better one)
+  objective  finalists (measured again, longer, before one of them wins)
   study      name, store (SQLAlchemy URL; also AUTOTUNE_STORE)
   machine    nodes, devices_per_node, device_memory_gib, headroom
-  probe      steps, confirm_steps, deadline_s, threads
+  probe      warmup_steps, steps, confirm_steps, deadline_s, threads, stop_losers
   output     folder of the studies
 
 Examples:

@@ -18,8 +18,8 @@ import pytest
 
 from autotune.cli import VERBS, main
 from autotune.machine.machine import Machine
+from autotune.override import names
 from autotune.settings import Settings, config_dir
-from autotune.space.knobs import KNOBS
 from autotune.store.store import Store
 from autotune.usage import usage
 from autotune.workload.workload import Workload
@@ -61,20 +61,31 @@ sys.exit(code)
     assert helped.out.startswith(usage())
 
 
-def test_help_names_every_section_group_option_and_verb() -> None:
+def test_help_names_every_verb_section_group_and_option() -> None:
     text = usage()
-    for section in (field.name for field in fields(Settings)):
-        assert re.search(rf"\b{section}\b", text), section
-    for group in (folder for folder in config_dir().iterdir() if folder.is_dir()):
-        line = re.search(rf"^  {group.name} +(\S.*(?:\n {{8,}}\S.*)*)", text, re.MULTILINE)
-        assert line, group
-        options = {option.strip() for option in line[1].replace("\n", " ").split(",")}
-        assert options == {path.stem for path in group.glob("*.yaml")}, group
     for verb in VERBS:
         assert f"python -m autotune {verb}" in text or verb == "tune"
-    knobs = re.search(r"^  space +(micro_batch,[^…]*), …, (\w+)$", text, re.MULTILINE)
-    assert knobs
-    assert {*re.split(r",\s+", knobs[1]), knobs[2]} <= {knob.name for knob in KNOBS}
+    for section in fields(Settings):
+        assert re.search(rf"^  {section.name} ", text, re.MULTILINE), section.name
+    for group in (folder for folder in config_dir().iterdir() if folder.is_dir()):
+        options = re.search(rf"^  {group.name} +(\S.*(?:\n {{8,}}\S.*)*)", text, re.MULTILINE)
+        assert options, group
+        named = {option.strip() for option in options[1].replace("\n", " ").split(",")}
+        assert named == {path.stem for path in group.glob("*.yaml")}, group
+
+
+def test_every_setting_that_help_names_exists() -> None:
+    known = names(Settings)
+    sections = usage().partition("Sections (")[2].partition("Examples:")[0]
+    told = 0
+    for line in re.findall(r"^  (\w+ +\S.*(?:\n {8,}\w+,.*)*)", sections, re.MULTILINE):
+        section, _, rest = line.partition(" ")
+        if section == "output":
+            continue
+        for key in re.sub(r"\([^)]*\)|…", "", rest).replace("\n", " ").split(","):
+            assert not key.strip() or f"{section}.{key.strip()}" in known, key
+            told += 1
+    assert told > 30
 
 
 @pytest.mark.parametrize("verb", VERBS)
