@@ -74,8 +74,8 @@ class ProbeSettings:
         warmup_steps: optimizer steps that are run and not measured; states exist after the first.
         steps: measured optimizer steps of a probe of the search.
         confirm_steps: measured optimizer steps of a finalist.
-        deadline_s: a probe that takes longer is ended as `timeout`, seconds; each measured step of a confirmation
-            beyond `steps` adds its share.
+        deadline_s: a probe of the search that takes longer is ended as `timeout`, seconds; a confirmation has more
+            in proportion to the micro-steps that it makes.
         threads: processor threads per rank; None shares the cores equally.
         stop_losers: end a probe early whose best step cannot reach the best candidate so far.
     """
@@ -84,7 +84,7 @@ class ProbeSettings:
     warmup_steps: int = 2
     steps: int = 5
     confirm_steps: int = 15
-    deadline_s: float = 120.0
+    deadline_s: float = 600.0
     threads: int | None = None
     stop_losers: bool = True
 

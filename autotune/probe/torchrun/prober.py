@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,11 @@ class TorchrunProber:
 
     def probe(self, request: ProbeRequest) -> Measurement:
         """See Prober."""
-        parameters = self.describe().parameters
+        self.describe()
         began = time.monotonic()
         killed = _kernel_kills()
         with _run_directory() as directory:
-            spec = self._spec(request, directory, parameters)
+            spec = self.spec(request, directory)
             world = self._machine.world_size
             report = self._launcher.run(spec.write(), world, self._deadline_s(spec))
             evidence = Evidence(
@@ -101,7 +102,8 @@ class TorchrunProber:
         """See Prober."""
         self._launcher.close()
 
-    def _spec(self, request: ProbeRequest, directory: Path, parameters: int | None) -> ProbeSpec:
+    def spec(self, request: ProbeRequest, directory: Path) -> ProbeSpec:
+        """All that the ranks of a probe need to know."""
         candidate = request.candidate
         return ProbeSpec(
             directory=str(directory),
@@ -110,14 +112,10 @@ class TorchrunProber:
             workload=self._workload,
             machine=self._machine,
             deepspeed_config=deepspeed_config(candidate, self._workload, self._machine, self._settings.space.nvme_path),
-            parameters=parameters,
+            parameters=self.describe().parameters,
             warmup_steps=self._settings.probe.warmup_steps,
             steps=request.steps,
-            sampled_accumulation=(
-                self._machine.accelerator != "cpu"
-                and candidate.accumulation > SAMPLE_ABOVE
-                and not request.confirmation
-            ),
+            sampled_accumulation=self._sampled(candidate.accumulation) and not request.confirmation,
             stop_below_tokens_per_s=None if request.confirmation else request.stop_below_tokens_per_s,
             threads=self._threads,
             processors=self._processors,
@@ -125,8 +123,13 @@ class TorchrunProber:
 
     def _deadline_s(self, spec: ProbeSpec) -> float:
         probe = self._settings.probe
-        share = (spec.warmup_steps + spec.steps) / (probe.warmup_steps + probe.steps)
-        return probe.deadline_s * max(1.0, share)
+        accumulation = spec.candidate.accumulation
+        searched = replace(spec, steps=probe.steps, sampled_accumulation=self._sampled(accumulation))
+        return probe.deadline_s * max(1.0, spec.micro_steps / searched.micro_steps)
+
+    def _sampled(self, accumulation: int) -> bool:
+        """Whether a probe of the search samples the accumulation instead of running it in full."""
+        return self._machine.accelerator != "cpu" and accumulation > SAMPLE_ABOVE
 
     def _measurement(
         self, request: ProbeRequest, evidence: Evidence, verdict: Verdict, detail: dict[str, Any], wall_s: float

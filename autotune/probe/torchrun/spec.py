@@ -29,7 +29,8 @@ class ProbeSpec:
         deepspeed_config: what DeepSpeed gets, unchanged.
         parameters: of the model, where known; says how many bytes offloading moves to the host.
         warmup_steps, steps: unmeasured and measured optimizer steps.
-        sampled_accumulation: time windows of 2 and of 4 micro-steps and solve for a whole step.
+        sampled_accumulation: time windows of 2 and of 4 micro-steps and solve for a whole step; steps that are not
+            measured have 2, which is all that memory can tell apart from more.
         stop_below_tokens_per_s: see ProbeRequest.
         threads: per rank.
         processors: of each local rank, by local rank.
@@ -48,6 +49,17 @@ class ProbeSpec:
     stop_below_tokens_per_s: float | None
     threads: int
     processors: list[list[int]]
+
+    @property
+    def untimed_micro_steps(self) -> int:
+        """Micro-steps of an optimizer step that is not measured."""
+        return 2 if self.sampled_accumulation else self.candidate.accumulation
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps of the whole probe: two taped steps, the rest of the warm-up, the measured ones."""
+        timed = 2 + 4 if self.sampled_accumulation else self.candidate.accumulation
+        return (self.warmup_steps + 1) * self.untimed_micro_steps + self.steps * timed
 
     def write(self) -> Path:
         """Write `spec.json` into the run directory and return its path."""

@@ -256,7 +256,7 @@ class _Rank:
                 self.spec.workload,
                 self.steps_made,
                 self.spec.candidate.micro_batch,
-                micro_steps or self.spec.candidate.accumulation,
+                micro_steps or self.spec.untimed_micro_steps,
                 self.rank,
                 self.world,
             )

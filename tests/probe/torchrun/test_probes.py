@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from autotune.machine.machine import GIB
 from autotune.probe.measurement import Measurement, Outcome, Phase
 from autotune.probe.prober import ProbeRequest
+from autotune.probe.torchrun.launcher import Launcher
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
+from autotune.probe.torchrun.spec import RankResult
 
 from .conftest import CHECKPOINTED, PLAIN, STAGES, Probe, replace, settings
 
@@ -131,3 +135,22 @@ def test_a_cold_torchrun_measures_the_same_as_the_warm_launcher(probe: Probe) ->
     for phase in ("load", "init", "first_step", "forward", "backward", "step"):
         assert peak(cold, phase) == peak(warm, phase)
     assert cold.environment["launcher"] == "cold"
+
+
+def test_sampled_accumulation_is_solved_from_windows_and_has_the_memory_of_the_whole(
+    launcher: Launcher, probe: Probe, tmp_path: Path
+) -> None:
+    long = replace(PLAIN, micro_batch=1, accumulation=4)
+    whole = probe(long)
+    prober = TorchrunProber(settings(), launcher)
+    prober.describe()
+    spec = prober.spec(ProbeRequest(long, steps=2), tmp_path)
+    sampled = dataclasses.replace(spec, sampled_accumulation=True)
+    report = launcher.run(sampled.write(), 2, 60.0)
+    assert report["exit_codes"] == {}
+    result = RankResult.read(tmp_path, 0)
+    assert result is not None
+    assert len(result.step_times_s) == 2
+    assert min(result.step_times_s) > 0
+    for phase in ("first_step", "forward", "backward", "step"):
+        assert result.memory[phase]["allocated"] == whole.memory[phase][0]["allocated"]
