@@ -61,7 +61,13 @@ def tune(settings: Settings) -> tuple[Result, list[Path]]:
                     prober,
                     environment=environment(model, prober),
                     observer=seen,
-                    impossible=impossibility(space.candidates, model.parameters, settings.workload, settings.machine),
+                    impossible=impossibility(
+                        space.candidates,
+                        model.parameters,
+                        model.not_checkpointed,
+                        settings.workload,
+                        settings.machine,
+                    ),
                 )
                 result = search.run()
             finally:

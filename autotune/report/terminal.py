@@ -137,7 +137,7 @@ class LineProgress(Progress):
         for line in overview.ledger.splitlines():
             self._say(line)
         for reason, count in overview.impossible.items():
-            self._say(f"{count:,} candidates cannot run on this machine: {reason}")
+            self._say(f"{count:,} candidates cannot run: {reason}")
         self._say(headline(overview))
 
     def probing(self, candidate: Candidate, number: int, left: int) -> None:
@@ -197,7 +197,7 @@ class LiveProgress(Progress):
         super().started(overview)
         self.console.print(overview.ledger)
         for reason, count in overview.impossible.items():
-            self.console.print(f"{count:,} candidates cannot run on this machine: {reason}")
+            self.console.print(f"{count:,} candidates cannot run: {reason}")
 
     def again(self, record: ProbeRecord, attempt: int) -> None:
         """See Observer."""

@@ -13,10 +13,11 @@ from autotune.store.records import ProbeRecord
 _REMEDY = (
     "list more offload or checkpointing in space.…, shorten workload.seq_len, or name a larger machine with machine=…"
 )
+_ELSEWHERE = "name the machine that it is for with machine=…, or list other choices in space.…"
 
 
 def nothing_runs(impossible: Counter[str], ledger: str) -> NothingFeasible:
-    """The error for a space in which no candidate can run on this machine at all.
+    """The error for a space in which no candidate can run at all.
 
     Args:
         impossible: candidates by the reason why they cannot run, never empty.
@@ -25,8 +26,10 @@ def nothing_runs(impossible: Counter[str], ledger: str) -> NothingFeasible:
     reason, _ = impossible.most_common(1)[0]
     removed = [f"{count:,} {sentence}" for sentence, count in impossible.most_common(5)] if len(impossible) > 1 else []
     return NothingFeasible(
-        f"none of the {impossible.total():,} candidates can run on this machine: {reason}",
-        "\n".join(["name the machine that it is for with machine=…", *removed, ledger]),
+        f"none of the {impossible.total():,} candidates can run: {reason}",
+        "\n".join(
+            ["name the machine that it is for with machine=…, or list other choices in space.…", *removed, ledger]
+        ),
     )
 
 

@@ -17,7 +17,7 @@ class Overview:
         sampler: `list`, `random`, `tpe` or `gp`.
         candidates: that may be tried.
         tried: of them, already; a sweep that goes on has some.
-        impossible: that cannot run on this machine at all, by reason.
+        impossible: that cannot run at all, by reason.
         budget: processes that may be started.
         spent: of them, by earlier runs of this sweep.
         knobs: those of which the space lists more than one value.

@@ -38,7 +38,7 @@ class Search:
         environment: what else must be equal for a measurement to be reused: versions, threads, allocator settings,
             a digest of a custom model's source.
         observer: is told what happens.
-        impossible: why a candidate cannot run on this machine at all, one sentence, None where it may. Such
+        impossible: why a candidate cannot run at all, one sentence, None where it may. Such
             candidates are never tried.
         clock: monotonic seconds.
     """

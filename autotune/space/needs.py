@@ -1,8 +1,8 @@
-"""What a candidate needs at the very least: a bound that says it cannot run, never that it fits."""
+"""What a candidate needs at the very least, in memory and of its model: it says what cannot run, never what fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from autotune.candidate import Candidate
 from autotune.machine.machine import GIB, Machine, gib
@@ -47,18 +47,21 @@ def _states(candidate: Candidate, workload: Workload) -> int:
 
 
 def impossibility(
-    candidates: Iterable[Candidate], parameters: int | None, workload: Workload, machine: Machine
+    candidates: Iterable[Candidate],
+    parameters: int | None,
+    not_checkpointed: Mapping[str, str],
+    workload: Workload,
+    machine: Machine,
 ) -> Callable[[Candidate], str | None]:
     """Says of a candidate why it cannot run on a machine at all, in a sentence; None where it may.
 
     Args:
         candidates: the sentence names the least that one of those needs which cannot run for that reason.
-        parameters: of the model; None where that is not known, and then nothing is impossible.
+        parameters: of the model; None where that is not known, and then memory rules nothing out.
+        not_checkpointed: why the model's blocks cannot be checkpointed so, by `blocks/part`.
         workload: decides what the optimizer keeps.
         machine: what there is.
     """
-    if parameters is None:
-        return lambda candidate: None
     limits = [
         ("per device", least_device_bytes, machine.device_memory_bytes),
         ("of host memory per node", least_host_bytes, int(machine.host_memory_gib * GIB)),
@@ -67,7 +70,7 @@ def impossibility(
     def excess(candidate: Candidate) -> tuple[str, int, int] | None:
         """Where the candidate needs more than there is, what it needs there, and what there is."""
         for where, least, have in limits:
-            need = least(candidate, parameters, workload, machine)
+            need = least(candidate, parameters or 0, workload, machine)
             if have and need > have:
                 return where, need, have
         return None
@@ -79,10 +82,10 @@ def impossibility(
     def reason(candidate: Candidate) -> str | None:
         found = excess(candidate)
         if found is None:
-            return None
+            return not_checkpointed.get(f"{candidate.checkpoint_blocks}/{candidate.checkpoint_part}")
         where, need, have = found
         return (
-            f"parameters and optimizer states ({parameters / 1e9:,.2f} billion parameters) need at least "
+            f"parameters and optimizer states ({(parameters or 0) / 1e9:,.2f} billion parameters) need at least "
             f"{gib(least.get(where, need))} {where}, and machine={machine.name} has {gib(have)}"
         )
 

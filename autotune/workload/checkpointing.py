@@ -21,6 +21,7 @@ PART_NAMES = {
     "attention": ("attention", "attn", "self_attention", "self_attn", "mixer"),
     "mlp": ("mlp", "feed_forward", "feedforward", "ffn", "block_sparse_moe", "moe", "experts"),
 }
+PARTS = ("whole", *PART_NAMES)
 
 
 class CheckpointingError(Exception):
@@ -75,8 +76,14 @@ def find_part(block: nn.Module, part: str) -> nn.Module:
     for name, child in block.named_children():
         if name.lower() in PART_NAMES[part]:
             return child
-    children = ", ".join(name for name, _ in block.named_children())
-    raise CheckpointingError(f"a {type(block).__name__} has no part named like its {part} (it has {children})")
+    children = ", ".join(name for name, _ in block.named_children()) or "none"
+    raise CheckpointingError(f"a {type(block).__name__} has no part named like its {part} (its parts: {children})")
+
+
+def find_targets(model: nn.Module, share: str, part: str) -> list[nn.Module]:
+    """The modules that are to recompute; see `apply_checkpointing`."""
+    _, blocks = find_blocks(model)
+    return [find_part(blocks[index], part) for index in choose_blocks(blocks, share)]
 
 
 def apply_checkpointing(model: nn.Module, share: str, part: str, where: str) -> list[nn.Module]:
@@ -91,8 +98,7 @@ def apply_checkpointing(model: nn.Module, share: str, part: str, where: str) -> 
     Raises:
         CheckpointingError: the model has no block list, or its blocks no such part.
     """
-    _, blocks = find_blocks(model)
-    targets = [find_part(blocks[index], part) for index in choose_blocks(blocks, share)]
+    targets = find_targets(model, share, part)
     for target in targets:
         # A subclass made on the spot, because `module(...)` looks `__call__` up on the class: wrapping forward alone
         # would run the hooks of ZeRO-3, which fetch the module's own parameters, outside of the recomputation.

@@ -76,7 +76,7 @@ def test_without_a_terminal_every_event_is_one_line(ok: Any) -> None:
     assert "\x1b" not in err.getvalue()
     text = [line[9:] for line in lines]
     assert text[:3] == OVERVIEW.ledger.splitlines()
-    assert "4 candidates cannot run on this machine: ZeRO-3 states exceed the host" in text
+    assert "4 candidates cannot run: ZeRO-3 states exceed the host" in text
     assert "s: 64 candidates, 12 of them tried already; sampler tpe, budget 40 probes" in text
     assert f"probe 1: {PLAIN} (at most 39 more)" in text
     assert text[6].startswith("trial 13: ok, 30,000 tokens/s (29,900–30,100), 60.00 GiB, 61.5 s, the best so far: mb 1")

@@ -10,8 +10,9 @@ import inspect
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autotune.probe.torchrun.leash import die_with_parent
 from autotune.workload.workload import Workload
@@ -24,16 +25,14 @@ class Description:
     Attributes:
         parameters: their number; None where the model cannot be built without data (on torch's meta device).
         largest_parameter: elements of the largest one.
-        blocks: how many repeated blocks it has; 0 for none.
-        block: their class.
+        not_checkpointed: why, for each `blocks/part` (as in `half/mlp`) that cannot be checkpointed.
         source: a digest of the file that a custom model's factory is written in.
         error: why it cannot be trained at all: the factory cannot be imported, the type is unknown.
     """
 
     parameters: int | None = None
     largest_parameter: int | None = None
-    blocks: int = 0
-    block: str = ""
+    not_checkpointed: dict[str, str] = field(default_factory=dict)
     source: str | None = None
     error: str | None = None
 
@@ -43,7 +42,6 @@ def describe(workload: Workload) -> Description:
     import torch
 
     from autotune.workload.build import FactoryError, build_model, load_factory
-    from autotune.workload.checkpointing import CheckpointingError, find_blocks
 
     source = None
     try:
@@ -58,17 +56,25 @@ def describe(workload: Workload) -> Description:
             return Description(source=source)
         return Description(error=f"transformers cannot build model.type={workload.model.type}: {error}")
     sizes = [parameter.numel() for parameter in model.parameters()]
-    try:
-        _, blocks = find_blocks(model)
-    except CheckpointingError:
-        blocks = []
     return Description(
         parameters=sum(sizes),
         largest_parameter=max(sizes, default=0),
-        blocks=len(blocks),
-        block=type(blocks[0]).__name__ if blocks else "",
+        not_checkpointed=_not_checkpointed(model),
         source=source,
     )
+
+
+def _not_checkpointed(model: Any) -> dict[str, str]:
+    from autotune.workload.checkpointing import PARTS, SHARES, CheckpointingError, find_targets
+
+    reasons = {}
+    for share in SHARES.keys() - {"none"}:
+        for part in PARTS:
+            try:
+                find_targets(model, share, part)
+            except CheckpointingError as error:
+                reasons[f"{share}/{part}"] = str(error)
+    return reasons
 
 
 def main(directory: str) -> None:
