@@ -153,4 +153,5 @@ def test_sampled_accumulation_is_solved_from_windows_and_has_the_memory_of_the_w
     assert len(result.step_times_s) == 2
     assert min(result.step_times_s) > 0
     for phase in ("first_step", "forward", "backward", "step"):
-        assert result.memory[phase]["allocated"] == whole.memory[phase][0]["allocated"]
+        # beside the batches that wait on the host, which is the device here too
+        assert result.memory[phase]["allocated"] == pytest.approx(whole.memory[phase][0]["allocated"], abs=8192)
