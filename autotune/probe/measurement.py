@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from autotune.workload.phase import Phase
+
 
 class Outcome(StrEnum):
     """How a probe ended. All but `infra` say something about the candidate."""
@@ -35,16 +37,6 @@ class Outcome(StrEnum):
 
 REUSABLE = frozenset({Outcome.OK, Outcome.OOM_DEVICE, Outcome.OOM_HOST, Outcome.INVALID})
 """Outcomes that another study may take over when everything that matters is equal."""
-
-
-class Phase(StrEnum):
-    """Where in a probe something happened; the order is the order of a probe."""
-
-    LOAD = "load"
-    INIT = "init"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)

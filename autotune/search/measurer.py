@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.errors import InfraError, SettingsError
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import Prober, ProbeRequest
 from autotune.search.frontier import inferred
 from autotune.search.history import History, speed
@@ -19,6 +19,7 @@ from autotune.store.owner import LEASE_S
 from autotune.store.records import ProbeRecord
 from autotune.store.reuse import reuse_key
 from autotune.store.store import Store
+from autotune.workload.phase import Phase
 
 INFRA_ATTEMPTS = 3
 _EARLY = frozenset({Phase.LOAD, Phase.INIT, Phase.FORWARD})

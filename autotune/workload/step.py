@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from autotune.probe.measurement import Phase
 from autotune.workload.build import Batch
+from autotune.workload.phase import Phase
 
 
 def optimizer_step(

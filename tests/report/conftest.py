@@ -10,8 +10,9 @@ import pytest
 
 from autotune.candidate import Candidate
 from autotune.machine.machine import Machine
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.store.store import Store
+from autotune.workload.phase import Phase
 from autotune.workload.workload import Model, Workload
 
 GIB = 2**30

@@ -14,13 +14,14 @@ from rich.console import Console
 
 from autotune.candidate import Candidate
 from autotune.machine.machine import GIB, Machine
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.report import terminal
 from autotune.report.summary import print_summary
 from autotune.report.terminal import LineProgress, LiveProgress, Progress, progress
 from autotune.search.observer import Overview
 from autotune.search.result import Counts, Result
 from autotune.store.records import ProbeRecord
+from autotune.workload.phase import Phase
 
 MACHINE = Machine(name="a100_80g", device="NVIDIA A100-SXM4-80GB", device_memory_gib=80.0, devices_per_node=8)
 PLAIN = Candidate(micro_batch=1, accumulation=64, zero_stage=1, precision="bf16")

@@ -15,7 +15,7 @@ import pytest
 
 from autotune.candidate import Candidate
 from autotune.machine.machine import Machine
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.table import TableProber
 from autotune.search.observer import Observer
 from autotune.search.result import Result
@@ -24,6 +24,7 @@ from autotune.settings import BudgetSettings, SearchSettings, Settings, SpaceSet
 from autotune.space.space import Space
 from autotune.store.records import ProbeRecord
 from autotune.store.store import Store
+from autotune.workload.phase import Phase
 from autotune.workload.workload import Model, Workload
 
 MACHINE = Machine(

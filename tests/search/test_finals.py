@@ -11,12 +11,13 @@ import pytest
 from autotune.candidate import Candidate
 from autotune.errors import InfraError, NothingFeasible
 from autotune.machine.machine import GIB
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.table import TableProber
 from autotune.search.search import Search
 from autotune.settings import Settings
 from autotune.space.space import Space
+from autotune.workload.phase import Phase
 
 Make = Callable[..., Settings]
 Table = Callable[..., Measurement]

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.candidate import Candidate
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.search.frontier import Frontier, implies, inferred
 from autotune.store.records import ProbeRecord
+from autotune.workload.phase import Phase
 
 candidates = st.builds(
     Candidate,

@@ -14,11 +14,12 @@ import pytest
 
 from autotune.candidate import Candidate
 from autotune.errors import SettingsError, StoreError
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.search.trials import Trials
 from autotune.settings import Settings
 from autotune.space.space import Space
 from autotune.store.store import Store
+from autotune.workload.phase import Phase
 
 Make = Callable[..., Settings]
 Table = Callable[..., Measurement]

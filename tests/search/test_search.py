@@ -13,9 +13,10 @@ import pytest
 
 from autotune.candidate import Candidate
 from autotune.errors import InfraError, NothingFeasible, SettingsError, StoreError
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.settings import Settings
 from autotune.space.space import Space
+from autotune.workload.phase import Phase
 
 Make = Callable[..., Settings]
 Table = Callable[..., Measurement]

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from autotune.candidate import Candidate
 from autotune.errors import SettingsError
 from autotune.machine.machine import Machine
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.store.store import Store
+from autotune.workload.phase import Phase
 from autotune.workload.workload import Workload
 
 Open = Callable[..., Store]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
-from autotune.probe.measurement import Phase
+from autotune.workload.phase import Phase
 
 _CPU_ALLOCATION = re.compile(
     r"can't allocate memory|not enough memory|cannot allocate memory|bad_alloc|can't start new thread|"

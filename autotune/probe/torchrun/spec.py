@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.machine.machine import Machine
-from autotune.probe.measurement import Phase
+from autotune.workload.phase import Phase
 from autotune.workload.workload import Workload
 
 SCHEMA = 1

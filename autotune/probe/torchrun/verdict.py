@@ -6,8 +6,9 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.probe.measurement import Outcome, Phase
+from autotune.probe.measurement import Outcome
 from autotune.probe.torchrun.spec import Beat, RankResult
+from autotune.workload.phase import Phase
 
 
 @dataclass(frozen=True, slots=True)

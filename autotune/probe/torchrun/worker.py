@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
-from autotune.probe.measurement import Phase
 from autotune.probe.torchrun.failure import DivergedError, classify, is_peer_lost, requested_bytes
 from autotune.probe.torchrun.leash import die_with_parent
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
 from autotune.space.config import allocator_environment
+from autotune.workload.phase import Phase
 
 MOST_SKIPPED = 40
 """fp16's dynamic loss scale starts at 2**16 and halves with every skipped step; after so many, training diverges."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
+from autotune.workload.phase import Phase
 
 from .conftest import CHECKPOINTED, PLAIN, STAGES, Probe, replace
 

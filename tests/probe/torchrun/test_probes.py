@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from autotune.machine.machine import GIB
-from autotune.probe.measurement import Measurement, Outcome, Phase
+from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun.launcher import Launcher
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
 from autotune.probe.torchrun.spec import RankResult
+from autotune.workload.phase import Phase
 
 from .conftest import CHECKPOINTED, PLAIN, STAGES, Probe, replace, settings
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.probe.measurement import Outcome, Phase
+from autotune.probe.measurement import Outcome
 from autotune.probe.torchrun.spec import Beat, Pulse, RankResult
 from autotune.probe.torchrun.verdict import Evidence, judge, memory_by_phase, worst
+from autotune.workload.phase import Phase
 
 FAILURES = ["oom_device", "oom_host", "invalid", "diverged", "crashed"]
 results = st.none() | st.builds(
