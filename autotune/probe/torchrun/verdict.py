@@ -72,7 +72,8 @@ def judge(evidence: Evidence) -> Verdict:
         message = f"rank {late} was not done by the deadline (probe.deadline_s)"
         return Verdict(Outcome.TIMEOUT, evidence.phase(late), late, message)
     if evidence.vanished is not None:
-        return _silence(evidence, evidence.vanished)
+        code = evidence.exit_codes.get(evidence.vanished, 0)
+        return _silent_death(evidence, evidence.vanished, code) if code else _silence(evidence, evidence.vanished)
     silent_codes = {r: code for r, code in evidence.exit_codes.items() if r not in {f.rank for f in failed}}
     if silent_codes:
         rank, code = min(silent_codes.items(), key=lambda item: (-item[1] == signal.SIGTERM, item[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -28,6 +29,11 @@ class Warm:
         self._host: subprocess.Popen[bytes] | None = None
         self._requests = self._replies = -1
         self._buffer = b""
+
+    @property
+    def pid(self) -> int | None:
+        """The host process; None where none is running."""
+        return self._host.pid if self._host is not None else None
 
     def describe(self, directory: Path) -> None:
         """See Launcher."""
@@ -98,10 +104,14 @@ class Warm:
                 )
 
     def _request(self, request: dict[str, Any]) -> None:
-        if not self._alive():
-            self.close()
-            self._start()
-        os.write(self._requests, json.dumps(request).encode() + b"\n")
+        line = json.dumps(request).encode() + b"\n"
+        if self._alive():
+            with contextlib.suppress(BrokenPipeError):  # it has died just now
+                os.write(self._requests, line)
+                return
+        self.close()
+        self._start()
+        os.write(self._requests, line)
 
     def _reply(self, timeout_s: float) -> AgentReport | None:
         """The next line from the host, or None after the timeout or at its end."""

@@ -28,7 +28,7 @@ class Watch:
         self._directory, self._world = directory, world
         self._deadline = time.monotonic() + deadline_s
         self._killed_at: float | None = None
-        self._vanished_at: float | None = None
+        self._gone: tuple[int, float] | None = None
         self.timed_out = False
         self.vanished: int | None = None
 
@@ -40,11 +40,12 @@ class Watch:
         if now > self._deadline:
             self.timed_out = True
             self.kill()
-        elif (rank := self._gone()) is not None:
-            self._vanished_at = self._vanished_at or now
-            if now > self._vanished_at + VANISHED_S:
-                self.vanished = rank
-                self.kill()
+        elif self._gone is None:
+            rank = self._missing()  # the first to go: its peers may follow before the agent has told
+            self._gone = (rank, now) if rank is not None else None
+        elif now > self._gone[1] + VANISHED_S:
+            self.vanished = self._gone[0]
+            self.kill()
         return False
 
     def report(self, said: AgentReport) -> AgentReport:
@@ -70,7 +71,7 @@ class Watch:
             return None
         return process if same else None
 
-    def _gone(self) -> int | None:
+    def _missing(self) -> int | None:
         """A rank that has started, is no more, and left no result; None where there is none."""
         return next(
             (

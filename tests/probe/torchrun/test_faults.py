@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
 from autotune.probe.measurement import Measurement, Outcome
+from autotune.probe.torchrun.warm import Warm
 from autotune.workload.phase import Phase
 
 from .conftest import CHECKPOINTED, PLAIN, STAGES, Probe, replace
@@ -87,3 +91,15 @@ class TestCheckpointing:
         no_attention = faulty("none", replace(PLAIN, **{**CHECKPOINTED, "checkpoint_part": "attention"}))
         assert no_attention.outcome is Outcome.CRASHED
         assert "no part named like its attention" in (no_attention.message or "")
+
+
+def test_a_killed_host_process_is_our_trouble_and_the_next_probe_has_a_new_one(
+    faulty: Faulty, probe: Probe, launcher: Warm
+) -> None:
+    assert probe(PLAIN).outcome is Outcome.OK
+    assert launcher.pid is not None
+    timer = threading.Timer(2.0, os.kill, (launcher.pid, signal.SIGKILL))
+    timer.start()
+    assert faulty("hang").outcome is Outcome.INFRA
+    timer.join()
+    assert probe(PLAIN).outcome is Outcome.OK
