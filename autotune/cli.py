@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import shlex
 import signal
 import sys
@@ -35,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show × still gets its figures
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _interrupt)  # a batch system's end of time is an interruption like Ctrl-C
     try:
         verb, rest = _verb(given)
@@ -80,7 +84,12 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+_PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s@]+@")
+
+
 def _say(sentence: str, hint: str) -> None:
+    """Say what is wrong and what to do; a password in a URL is nobody's business."""
+    sentence, hint = (_PASSWORD.sub(r"\1***@", text) for text in (sentence, hint))
     print(sentence, file=sys.stderr)
     if hint:
         first, *more = hint.splitlines()

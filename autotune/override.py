@@ -14,7 +14,7 @@ from autotune.errors import SettingsError
 
 OPEN = ("model.config", "model.args", "workload.optimizer.params", "machine.peak_tflops")
 """Mappings whose names are not ours to know."""
-HELP = "run `python -m autotune --help` for the groups and sections, `--cfg job` for every setting"
+HELP = "run `python -m autotune --help` for the groups and sections, `--cfg job --resolve` for every setting"
 
 
 def put(overrides: Iterable[str]) -> list[str]:
@@ -93,7 +93,9 @@ def composition_error(error: Exception, known: Sequence[str]) -> SettingsError:
     if found := re.match(r"Could not override '([^']+)'", first):
         return no_setting(found[1], known)
     if found := re.match(r"Error merging override (.*)", first):
-        return SettingsError(f"{found[1]} cannot be: {_reason(error)}", "`--cfg job` shows every setting and its value")
+        return SettingsError(
+            f"{found[1]} cannot be: {_reason(error)}", "`--cfg job --resolve` shows every setting and its value"
+        )
     if found := re.search(r"Could not (?:find|load) '(\w+)/(.+)'", first):
         options = [line for line in lines[2:] if "=" not in line and not line.startswith("Config search path")]
         hint = f"one of {', '.join(options)}" if options else "name one of the files of that folder in conf/"

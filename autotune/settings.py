@@ -229,6 +229,11 @@ def check(settings: Settings) -> None:
         SettingsError: naming the setting, what it may be, and what to do.
     """
     workload, machine = settings.workload, settings.machine
+    name = settings.study.name
+    if name is not None and (Path(name).name != name or name == ".."):
+        raise SettingsError(
+            f"study.name={name} is no name of a folder", "leave out slashes; output=… says where it lies"
+        )
     for name in ("tensor_parallel", "sequence_parallel"):
         if getattr(workload, name) != 1:
             raise SettingsError(
@@ -258,8 +263,10 @@ def check(settings: Settings) -> None:
     positive |= {"budget.minutes": settings.budget.minutes} if settings.budget.minutes is not None else {}
     positive |= {"probe.threads": settings.probe.threads} if settings.probe.threads is not None else {}
     for name, value in positive.items():
-        if value <= 0:
-            raise SettingsError(f"{name}={value} must be above 0", "see `--cfg job` for the default")
+        if not 0 < value < float("inf"):
+            raise SettingsError(
+                f"{name}={value} must be above 0 and finite", "see `--cfg job --resolve` for the default"
+            )
     model = settings.model
     if not model.type and not model.factory:
         raise SettingsError(

@@ -47,6 +47,7 @@ def tune(settings: Settings) -> tuple[Result, list[Path]]:
     try:
         # Known before anything is started: a study that holds another workload or machine is refused here.
         store.open_study(settings.study_name, settings.workload, settings.machine)
+        store.claim_owner(settings.study_name)
         with progress(sys.stderr, settings.machine, settings.budget.minutes, store.probes(settings.study_name)) as seen:
             prober = TorchrunProber(settings, make_launcher(settings, seen.telling))
             try:
@@ -87,6 +88,8 @@ def described(model: Description) -> Description:
     Raises:
         SettingsError: it cannot: there is no such type, or the factory cannot be imported.
     """
+    if model.parameters == 0:
+        raise SettingsError("the model has no parameters to train", "let model.factory return a module that has some")
     if model.error:
         raise SettingsError(model.error, "mend model.type and model.config, or model.factory=package.module:function")
     return model

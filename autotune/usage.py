@@ -19,7 +19,7 @@ Each verb has its own --help. `autotune` is the same as `python -m autotune`.
 Groups (GROUP=OPTION):
 {groups}
 
-Sections (SECTION.KEY=VALUE; `--cfg job` prints them all, with the values in force):
+Sections (SECTION.KEY=VALUE; `--cfg job --resolve` prints them all, with the values in force):
   workload   seq_len, global_batch, precision, optimizer, scheduler, gradient_clipping, attention, seed, …
   space      micro_batch, accumulation, zero_stage, offload_optimizer, offload_param, checkpoint_blocks,
              checkpoint_part, checkpoint_input, overlap_comm, reduce_bucket_size, …, precision
@@ -38,7 +38,7 @@ Examples:
   python -m autotune space.zero_stage=[2,3] 'space.micro_batch={{low:1,high:16,log:true}}'
   python -m autotune model=custom model.factory=my_project.models:build workload.seq_len=1024
   python -m autotune 'study.store="postgresql://tuner@db/studies"'
-  python -m autotune --cfg job model=gpt20b     every setting, composed, without running anything
+  python -m autotune --cfg job --resolve model=gpt20b   every setting, composed, without running anything
 
 Exit codes: 0 a winner, 1 unexpected, 2 usage or settings, 3 nothing feasible, 4 infrastructure, 5 store,
 130 interrupted (everything measured is saved; the same command goes on). --debug shows tracebacks.

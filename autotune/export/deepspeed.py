@@ -118,7 +118,8 @@ def use(candidate: Candidate, machine: Machine) -> dict[str, str]:
     if plan:
         arguments = ", ".join(f'"{value}"' for value in plan.values())
         lines["checkpointing"] = (
-            f"autotune.workload.checkpointing.apply_checkpointing(model, {arguments})  # before deepspeed.initialize"
+            "from autotune.workload.checkpointing import apply_checkpointing; "
+            f"apply_checkpointing(model, {arguments})  # before deepspeed.initialize"
         )
     return lines
 

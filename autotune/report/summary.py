@@ -37,8 +37,26 @@ def print_summary(out: TextIO, machine: Machine, result: Result, ledger: str, fi
             lines += _about("reference", reference, machine, names, f"the feasible candidate nearest to {nearest}")
     elif reference.key != winner.key:
         lines += _about("baseline", reference, machine, names, "the untuned default")
-    lines += [f"gain       {gain(result)}", "", *ledger.splitlines(), "", *(str(path) for path in files)]
+    lines += [
+        f"gain       {gain(result)}",
+        *_batches(winner, reference, machine),
+        "",
+        *ledger.splitlines(),
+        "",
+        *(str(path) for path in files),
+    ]
     out.write("\n".join(lines) + "\n")
+
+
+def _batches(winner: ProbeRecord, reference: ProbeRecord, machine: Machine) -> list[str]:
+    """A remark where the two train with different global batches: then speed is not all that differs."""
+    mine, theirs = (
+        r.candidate.micro_batch * r.candidate.accumulation * machine.world_size for r in (winner, reference)
+    )
+    if mine == theirs:
+        return []
+    remark = f"the winner takes {mine} sequences per optimizer step, what it is compared with {theirs}"
+    return [f"{'':<11}{remark}; workload.global_batch=N fixes it"]
 
 
 def counts(result: Result) -> str:
@@ -54,8 +72,9 @@ def gain(result: Result) -> str:
     """What the winner gains over the reference, with its spread."""
     winner, reference = result.winner, result.reference
     if winner.key == reference.key:
-        untuned = result.baseline is not None and winner.key == result.baseline.key
-        return f"none: the {'untuned default' if untuned else 'reference'} is the winner"
+        if result.baseline is not None and winner.key == result.baseline.key:
+            return "none: the untuned default is the winner"
+        return "nothing to compare with: the untuned default does not fit, and the winner is what comes nearest to it"
     ratio = throughput_ratio(winner.measurement, reference.measurement)
     if ratio is None:
         return "unknown: no throughput was measured"

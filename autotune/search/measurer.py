@@ -128,6 +128,9 @@ class Measurer:
     def confirm(self, candidate: Candidate, history: History, number: int, of: int) -> ProbeRecord:
         """The longer measurement of a finalist: the one that there is under this protocol, else a new one.
 
+        One that is older than the last probe of the search is made anew: finalists are compared with each other, and
+        a machine is not equally fast at all times.
+
         Args:
             candidate: the finalist.
             history: what is known, kept up to date.
@@ -138,10 +141,17 @@ class Measurer:
             InfraError: two finalists running could not be measured for reasons of ours.
         """
         key = self.conditions(candidate, confirmation=True)
+        probed = (r.trial for r in history.records if not (r.confirmation or r.inferred or r.reused))
+        searched = max(probed, default=0)
         for known in reversed(history.records):
-            if known.confirmation and known.reuse_key == key and known.measurement.outcome is not Outcome.INFRA:
+            if (
+                known.confirmation
+                and known.reuse_key == key
+                and known.trial > searched
+                and known.measurement.outcome is not Outcome.INFRA
+            ):
                 return known
-        reused = self._store.reusable(key)
+        reused = self._store.reusable(key) if searched == 0 else None
         if reused is not None:
             return self._keep(candidate, reused, history, reused=True, confirmation=True, reuse_key=key)
         self._infra[candidate] = 0

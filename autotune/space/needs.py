@@ -33,7 +33,8 @@ def least_host_bytes(candidate: Candidate, parameters: int, workload: Workload, 
     if candidate.offload_param == "cpu":
         held += _BYTES[candidate.precision] * share
     if candidate.offload_optimizer == "cpu":
-        held += _states(candidate, workload) * share
+        # beside the states DeepSpeed keeps an fp32 gradient, and a buffer of the parameters' own precision
+        held += (_states(candidate, workload) + 4 + _BYTES[candidate.precision]) * share
     devices = 0
     if machine.accelerator == "cpu":
         devices = machine.devices_per_node * least_device_bytes(candidate, parameters, workload, machine)

@@ -33,7 +33,7 @@ def load_factory(path: str) -> Callable[..., tuple[nn.Module, MakeBatch]]:
     module_name, _, function_name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:
         raise FactoryError(f"model.factory={path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(factory):
         raise FactoryError(f"model.factory={path} is not a function")

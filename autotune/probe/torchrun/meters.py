@@ -107,6 +107,9 @@ class CpuMeters:
         moved = owned - self._host
         self.tape.live -= moved
         self.tape.peak = max(self.tape.peak - moved, self.tape.live)
+        if moved and engine.global_steps == 0:
+            # Initialising made temporaries on the host too, which nothing tells from the device's.
+            self.tape.peak = self.tape.live
         self._host = owned
         # The optimizer's states are born in the first step; after it nothing is still to come.
         self._to_come = max(self._to_come - moved, 0) if engine.global_steps == 0 else 0

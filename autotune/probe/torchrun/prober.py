@@ -168,8 +168,9 @@ class TorchrunProber:
         sequences = candidate.micro_batch * candidate.accumulation * self._machine.world_size
         tokens = sequences * self._workload.seq_len
         step, low, high = median_spread(first.step_times_s)
-        if outcome is Outcome.STOPPED:
-            step = low = high = min(first.step_times_s)
+        if outcome is Outcome.STOPPED:  # the upper bound that was not enough: too few steps for a spread
+            step = min(first.step_times_s)
+            return {"tokens_per_s": tokens / step, "step_s": step, "step_times_s": first.step_times_s}
         return {
             "tokens_per_s": tokens / step,
             "tokens_per_s_low": tokens / high,

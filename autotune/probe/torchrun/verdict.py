@@ -100,6 +100,8 @@ def _last(evidence: Evidence) -> int | None:
 
 
 def _silence(evidence: Evidence, rank: int) -> Verdict:
+    if evidence.kernel_killed:
+        return _silent_death(evidence, rank, -signal.SIGKILL)
     message = f"rank {rank} ended without a result and without an error"
     return Verdict(Outcome.CRASHED, evidence.phase(rank), rank, message)
 

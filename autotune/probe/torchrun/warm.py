@@ -18,6 +18,9 @@ from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, leashed
 from autotune.probe.torchrun.starting import compile_operations, last_line, log_file, wait_telling
 from autotune.probe.torchrun.watch import Watch, kill_tree
 
+CLOSE_S = 1.0
+"""The host has so long to leave by itself, seconds."""
+
 
 class Warm:
     """One long-lived host process (host.py), whose fork server starts ranks in tens of milliseconds."""
@@ -57,9 +60,9 @@ class Warm:
                     self.close()
                     return watch.report({"exit_codes": {}, "error": None})
         finally:
+            watch.kill()
             if report is None:  # interrupted, dead or stuck: a new host serves the next probe
                 self.close()
-            watch.kill()
 
     def close(self) -> None:
         """See Launcher."""
@@ -68,6 +71,8 @@ class Warm:
             return
         os.close(self._requests)
         os.close(self._replies)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            host.wait(CLOSE_S)  # at the end of its requests it leaves by itself
         kill_tree(host.pid)
         host.wait()
 

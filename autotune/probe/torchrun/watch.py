@@ -94,6 +94,8 @@ def kill_tree(pid: int) -> None:
         return
     for process in processes:
         try:
-            process.kill()
+            # multiprocessing's tracker ends by itself, after it has removed what the others leave in shared memory
+            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
         except psutil.NoSuchProcess:
             continue
