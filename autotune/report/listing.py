@@ -8,11 +8,13 @@ from typing import Any, TextIO
 
 from autotune.candidate import Candidate, varying
 from autotune.probe.measurement import Outcome
-from autotune.report.output import print_csv, print_json, print_table
+from autotune.report.output import console_for, print_csv, print_json, print_table
 from autotune.report.units import NOTHING, gib, memory, seconds, spread, tokens
 from autotune.store.records import ProbeRecord, StudyRecord
 from autotune.store.store import Store
 
+NARROW = 140
+"""Below so many columns of a terminal, the table of trials leaves out what is not needed to choose one."""
 STUDY_COLUMNS = [
     "study",
     "model",
@@ -95,7 +97,12 @@ def list_trials(store: Store, study: str, form: str, out: TextIO) -> None:
     else:
         headings = ["trial", "candidate", "outcome", "tokens/s", "spread", "step", "memory", "host", "probe", "wall"]
         names = varying(probe.candidate for probe in probes)
-        print_table(out, [*headings, ""], [trial_cells(probe, record.winner_trial, names) for probe in probes])
+        rows_shown = [trial_cells(probe, record.winner_trial, names) for probe in probes]
+        columns = [*headings, ""]
+        if console_for(out).width < NARROW:
+            kept = [columns.index(name) for name in ("trial", "candidate", "outcome", "tokens/s", "memory", "")]
+            columns, rows_shown = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows_shown]
+        print_table(out, columns, rows_shown)
 
 
 def study_row(study: StudyRecord, probes: list[ProbeRecord]) -> dict[str, Any]:
