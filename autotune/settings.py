@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,8 +279,3 @@ def check(settings: Settings) -> None:
 def environment_store() -> str | None:
     """The store that AUTOTUNE_STORE names."""
     return os.environ.get("AUTOTUNE_STORE") or None
-
-
-def asdict(settings: Settings) -> dict[str, Any]:
-    """Plain JSON types."""
-    return dataclasses.asdict(settings)

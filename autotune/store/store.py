@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,14 +63,13 @@ class Store:
                 engine = open_engine(parsed)
             except ImportError as error:
                 raise missing_driver(error) from error
-            try:
+            with ExitStack() as unless_opened:
+                unless_opened.callback(engine.dispose)
                 if create:
                     migrate(engine)
                 else:
                     _check_readable(engine, parsed)
-            except BaseException:
-                engine.dispose()
-                raise
+                unless_opened.pop_all()
         return cls(parsed, engine)
 
     def close(self) -> None:
