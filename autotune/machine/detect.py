@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from autotune.errors import SettingsError
 from autotune.machine.machine import GIB, Machine
@@ -48,8 +48,13 @@ def register_resolver(catalogue: Path) -> None:
         catalogue: the folder conf/machine.
     """
 
-    def detect(config: str, field: str) -> Any:
-        return (processor() if config == "cpu" else this_machine(catalogue))[field]
+    def detect(config: str, field: str, *, _root_: DictConfig) -> Any:
+        if config == "cpu":
+            return processor()[field]
+        published_on = OmegaConf.select(_root_, "model.published_on")
+        if published_on and not visible_gpus():
+            return published(catalogue, published_on, _root_.model.published_nodes)[field]
+        return this_machine(catalogue)[field]
 
     OmegaConf.register_new_resolver("detect", detect, replace=True)
 
@@ -82,6 +87,11 @@ def this_machine(catalogue: Path) -> dict[str, Any]:
         "driver": gpu.driver,
     }
     return Machine().to_dict() | _catalogued(catalogue, gpu.product) | found | _host()
+
+
+def published(catalogue: Path, name: str, nodes: int) -> dict[str, Any]:
+    """The machine that a model was published on, as the fields of a Machine."""
+    return Machine().to_dict() | _read(catalogue / f"{name}.yaml") | {"nodes": nodes}
 
 
 def processor() -> dict[str, Any]:
@@ -163,6 +173,8 @@ def not_here_reason(machine: Machine) -> str:
     Raises:
         SettingsError: the devices here cannot be read.
     """
+    if machine.accelerator != "cpu" and not visible_gpus():
+        return f"machine={machine.name} has {machine.device} devices, and no GPU is visible here"
     if machine.nodes > 1:
         return f"machine={machine.name} has {machine.nodes} nodes, and this is one"
     if machine.accelerator == "cpu":
@@ -170,8 +182,6 @@ def not_here_reason(machine: Machine) -> str:
             return ""
         return f"machine={machine.name} has the processor '{machine.device}', and here is '{processor_name()}'"
     gpus = visible_gpus()
-    if not gpus:
-        return f"machine={machine.name} has {machine.device} devices, and no GPU is visible here"
     if products := {gpu.product for gpu in gpus} - {machine.device}:
         return f"machine={machine.name} has {machine.device} devices, and here is {', '.join(sorted(products))}"
     if machine.devices_per_node > len(gpus):

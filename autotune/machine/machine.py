@@ -35,6 +35,9 @@ class Machine:
         inter_node_gb_s: between nodes, one direction, 1e9 bytes/s per device.
         host_link_gb_s: between a device and its host's memory, one direction, 1e9 bytes/s.
         driver: version of the device's driver where the machine is the one here.
+        context_mib: what the driver and the kernels of one process take of a device, MiB.
+        cublas_workspace_mib: what torch allocates for cuBLAS at a stream's first matrix product, MiB.
+        nccl_mib: NCCL's buffers on a device, for the communicators that DeepSpeed opens over all ranks, MiB.
     """
 
     name: str = "???"
@@ -52,6 +55,9 @@ class Machine:
     inter_node_gb_s: float = 0.0
     host_link_gb_s: float = 0.0
     driver: str = ""
+    context_mib: float = 0.0
+    cublas_workspace_mib: float = 0.0
+    nccl_mib: float = 0.0
 
     @property
     def world_size(self) -> int:

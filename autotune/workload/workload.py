@@ -24,6 +24,7 @@ class Model:
             (a scalar, an object with `.loss`, a mapping with "loss", or a tuple whose first item it is).
         args: keyword arguments of the factory.
         published_on: the machine config on which the model was published, where known.
+        published_nodes: how many nodes of it are planned for where no machine is named.
     """
 
     name: str = "???"
@@ -32,6 +33,7 @@ class Model:
     factory: str = ""
     args: dict[str, Any] = field(default_factory=dict)
     published_on: str | None = None
+    published_nodes: int = 1
 
 
 @dataclass

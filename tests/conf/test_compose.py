@@ -29,6 +29,23 @@ def test_a_machine_of_the_catalogue_takes_overrides(name: str) -> None:
     assert settings.study_name == f"gpt_tiny-{name}-2x4"
 
 
+def test_without_a_gpu_the_machine_is_the_one_that_the_model_was_published_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "nvml_gpus", lambda: ())
+    machine = compose_settings(["model=gpt20b"]).machine
+    assert (machine.name, machine.nodes, machine.devices_per_node) == ("a100_40g", 12, 8)
+    assert compose_settings(["model=gpt20b", "machine.nodes=4"]).machine.world_size == 32
+    assert compose_settings(["model=gpt20b", "machine=cpu"]).machine.name == "cpu"
+    assert compose_settings(["model=gpt_tiny"]).machine.name == "cpu"
+
+
+def test_with_a_gpu_the_machine_is_the_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = detect.Gpu("NVIDIA H200", "GPU-0", int(139.8 * 2**30), "570")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(detect, "nvml_gpus", lambda: (h200, h200))
+    machine = compose_settings(["model=gpt20b"]).machine
+    assert (machine.name, machine.nodes, machine.devices_per_node) == ("h200_141g", 1, 2)
+
+
 def test_zero_devices_are_refused_also_where_they_would_be_detected() -> None:
     with pytest.raises(SettingsError, match="no devices"):
         compose_settings(["machine=auto", "machine.devices_per_node=0"])

@@ -194,6 +194,7 @@ def test_a_catalogue_machine_is_here_where_its_cards_are(here: Any) -> None:
     [
         (gpus(), {"nodes": 2}, "2 nodes"),
         ((), {}, "no GPU is visible"),
+        ((), {"nodes": 2}, "no GPU is visible"),
         (gpus("NVIDIA L40S"), {}, "here is NVIDIA L40S"),
         (gpus(count=4), {}, "here are 4"),
         (gpus(gib=70.0), {}, "here are 70.00 GiB"),
