@@ -217,7 +217,7 @@ def _compare(arguments: list[str]) -> int:
 
 def _export(arguments: list[str]) -> int:
     from autotune.export.deepspeed import write_winner
-    from autotune.report.listing import winner_of
+    from autotune.store.records import winner_of
 
     parser = _parser(
         "export", "Write deepspeed_config.json and recipe.json of a winner, or of any trial.", listing=False

@@ -118,9 +118,14 @@ class StudySettings:
 
 @dataclass
 class BudgetSettings:
-    """How much a sweep may spend: processes started for search, and minutes of wall clock (None: no limit)."""
+    """How much a sweep may spend.
 
-    probes: int = 40
+    Attributes:
+        probes: candidates probed for search; None for 40 where they are measured, 1,000 where they are predicted.
+        minutes: of wall clock; None for no limit.
+    """
+
+    probes: int | None = None
     minutes: float | None = None
 
 
@@ -251,7 +256,6 @@ def check(settings: Settings) -> None:
     positive = {
         "machine.device_memory_gib": machine.device_memory_gib,
         "workload.seq_len": workload.seq_len,
-        "budget.probes": settings.budget.probes,
         "probe.steps": settings.probe.steps,
         "probe.warmup_steps": settings.probe.warmup_steps,
         "probe.confirm_steps": settings.probe.confirm_steps,
@@ -259,6 +263,7 @@ def check(settings: Settings) -> None:
         "objective.finalists": settings.objective.finalists,
     }
     positive |= {"workload.global_batch": workload.global_batch} if workload.global_batch is not None else {}
+    positive |= {"budget.probes": settings.budget.probes} if settings.budget.probes is not None else {}
     positive |= {"budget.minutes": settings.budget.minutes} if settings.budget.minutes is not None else {}
     positive |= {"probe.threads": settings.probe.threads} if settings.probe.threads is not None else {}
     for name, value in positive.items():

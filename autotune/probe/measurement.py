@@ -39,6 +39,10 @@ REUSABLE = frozenset({Outcome.OK, Outcome.OOM_DEVICE, Outcome.OOM_HOST, Outcome.
 """Outcomes that another study may take over when everything that matters is equal."""
 
 
+VIRTUAL = "virtual"
+"""The kind of a prober that predicts: what it returns is planned, not measured, and is never mixed with the measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One candidate, measured or predicted. Bytes, seconds and tokens/s; ranks differ, so peaks are the worst rank's.
@@ -83,6 +87,11 @@ class Measurement:
     overhead_s: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def predicted(self) -> bool:
+        """Whether nothing was run: every figure comes from devices that do not exist."""
+        return self.probe_kind == VIRTUAL
 
     @property
     def used_bytes(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,15 @@ class Prober(Protocol):
     """
 
     kind: str
+
+    def prepare(self, candidates: Sequence[Candidate], on_progress: Callable[[int, int], None]) -> None:
+        """Be told which candidates are going to be asked for; only a prober that can work ahead makes use of it.
+
+        Args:
+            candidates: in the order in which they will be asked for.
+            on_progress: takes how much of the work ahead is done, and of how much.
+        """
+        ...
 
     def probe(self, request: ProbeRequest) -> Measurement:
         """Run one probe to its end. Trouble of ours is a measurement with outcome `infra`.

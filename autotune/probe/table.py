@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autotune.candidate import Candidate
@@ -23,6 +23,9 @@ class TableProber:
     def __init__(self, table: Callable[[Candidate], Measurement] | Mapping[str, Measurement]) -> None:
         self._table = table
         self.requests: list[ProbeRequest] = []
+
+    def prepare(self, candidates: Sequence[Candidate], on_progress: Callable[[int, int], None]) -> None:
+        """Everything is known already."""
 
     def probe(self, request: ProbeRequest) -> Measurement:
         """The table's measurement; `stopped` where the request says that its throughput is not enough."""

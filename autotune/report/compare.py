@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from autotune.errors import SettingsError
-from autotune.report.listing import winner_of
 from autotune.report.output import print_csv, print_json, print_table
 from autotune.report.ratio import Ratio, throughput_ratio
 from autotune.report.units import NOTHING, gib, seconds, spread, tokens
-from autotune.store.records import ProbeRecord, StudyRecord
+from autotune.store.records import ProbeRecord, StudyRecord, winner_of
 from autotune.store.store import Store
 
 

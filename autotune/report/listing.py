@@ -10,7 +10,7 @@ from autotune.candidate import Candidate, varying
 from autotune.probe.measurement import Outcome
 from autotune.report.output import console_for, print_csv, print_json, print_table
 from autotune.report.units import NOTHING, gib, memory, seconds, spread, tokens
-from autotune.store.records import ProbeRecord, StudyRecord
+from autotune.store.records import ProbeRecord, StudyRecord, winner_of
 from autotune.store.store import Store
 
 NARROW = 140
@@ -165,11 +165,6 @@ def trial_cells(probe: ProbeRecord, winner_trial: int | None, names: Collection[
         f"{measurement.wall_s:,.1f} s" if measurement.wall_s else NOTHING,
         ", ".join(notes),
     ]
-
-
-def winner_of(study: StudyRecord, probes: list[ProbeRecord]) -> ProbeRecord | None:
-    """The probe that won the study, where there is one."""
-    return next((probe for probe in probes if probe.trial == study.winner_trial), None)
 
 
 def _study_cells(row: dict[str, Any]) -> list[str]:

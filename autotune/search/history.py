@@ -57,8 +57,9 @@ class History:
         candidate, outcome = record.candidate, record.measurement.outcome
         if record.confirmation or outcome is Outcome.INFRA:
             return
-        if outcome in FAILURES and record.reuse_key != self._conditions(candidate):
-            return  # it failed with another version of something, or another source of the model: not settled
+        outdated = outcome in FAILURES or record.measurement.predicted
+        if outdated and record.reuse_key != self._conditions(candidate):
+            return  # failed or predicted with another version of something, or of the model's source: not settled
         if outcome is Outcome.CRASHED:
             self._crashes[candidate] += 1
             if self._crashes[candidate] < CRASHES_THAT_COUNT:

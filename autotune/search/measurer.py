@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.errors import InfraError, SettingsError
-from autotune.probe.measurement import Measurement, Outcome
+from autotune.probe.measurement import VIRTUAL, Measurement, Outcome
 from autotune.probe.prober import Prober, ProbeRequest
 from autotune.search.frontier import inferred
 from autotune.search.history import History, speed
@@ -53,6 +53,7 @@ class Measurer:
         self._settings, self._store, self._prober = settings, store, prober
         self._environment, self._observer = environment, observer
         self._study, self._optuna_study = settings.study_name, optuna_study
+        self._predicts = prober.kind == VIRTUAL
         self._infra: Counter[Candidate] = Counter()
         self._unconfirmed = 0
 
@@ -103,7 +104,7 @@ class Measurer:
             SettingsError: it fails just as the first candidate did: the model itself fails.
         """
         source = history.frontier.source(candidate)
-        if source is not None:
+        if source is not None and not self._predicts:
             return self._keep(candidate, inferred(source), history, inferred=True, optuna_number=number)
         key = self.conditions(candidate)
         reused = self._store.reusable(key)
@@ -129,7 +130,7 @@ class Measurer:
         """The longer measurement of a finalist: the one that there is under this protocol, else a new one.
 
         One that is older than the last probe of the search is made anew: finalists are compared with each other, and
-        a machine is not equally fast at all times.
+        a machine is not equally fast at all times. A prediction would come out the same again: it stands for itself.
 
         Args:
             candidate: the finalist.
@@ -140,6 +141,9 @@ class Measurer:
         Raises:
             InfraError: two finalists running could not be measured for reasons of ours.
         """
+        known = history.settled(candidate)
+        if self._predicts and known is not None:
+            return known
         key = self.conditions(candidate, confirmation=True)
         probed = (r.trial for r in history.records if not (r.confirmation or r.inferred or r.reused))
         searched = max(probed, default=0)

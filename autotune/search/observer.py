@@ -22,6 +22,7 @@ class Overview:
         spent: of them, by earlier runs of this sweep.
         knobs: those of which the space lists more than one value.
         ledger: several lines on how the candidates came about.
+        predicted: candidates are not measured.
     """
 
     study: str
@@ -33,6 +34,7 @@ class Overview:
     spent: int
     knobs: tuple[str, ...]
     ledger: str
+    predicted: bool = False
 
 
 class Observer:
@@ -40,6 +42,9 @@ class Observer:
 
     def started(self, overview: Overview) -> None:
         """The sweep begins, or goes on."""
+
+    def preparing(self, done: int, of: int) -> None:
+        """The prober works ahead: so much is done of what there is to do."""
 
     def probing(self, candidate: Candidate, number: int, left: int) -> None:
         """A process is about to be started: the `number`-th for search, with at most `left` more after it."""

@@ -18,6 +18,7 @@ class Counts:
         probed: candidates measured by processes that this sweep started.
         inferred: OOMs that needed no process.
         reused: measurements taken over from other studies.
+        feasible: candidates that ran, or are predicted to run, and leave the headroom free.
         repeats: proposals of this run that had been tried or that a rule refuses.
     """
 
@@ -26,6 +27,7 @@ class Counts:
     inferred: int
     reused: int
     repeats: int
+    feasible: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,12 @@ class Result:
     """The end of a sweep that found a winner.
 
     Attributes:
-        winner: its confirmation.
+        winner: its confirmation; where candidates are predicted, its prediction.
         reference: the confirmation that the winner is compared with: of the untuned baseline where it fits, else of
             the feasible candidate that differs from it in fewest knobs.
         baseline: the untuned default's own probe, whatever became of it; None where it cannot run here at all.
-        confirmations: of this sweep's finalists and reference, fastest first.
+        confirmations: of this sweep's finalists and reference, fastest first (where candidates are predicted: their
+            predictions).
         counts: what was done.
         reason: why the search ended.
     """

@@ -11,6 +11,7 @@ from typing import Any
 import optuna
 
 from autotune.candidate import Candidate
+from autotune.probe.measurement import VIRTUAL
 from autotune.probe.prober import Prober
 from autotune.search import finals, misses, outcomes
 from autotune.search.history import History, speed
@@ -21,10 +22,14 @@ from autotune.search.samplers import Plan, plan
 from autotune.search.trials import REFUSED, Trials, quiet
 from autotune.settings import Settings
 from autotune.space.space import Space
-from autotune.store.records import ProbeRecord
+from autotune.store.records import ProbeRecord, winner_of
 from autotune.store.store import Store
 
 REPEATS_IN_A_ROW = 5
+PROBES = 40
+PREDICTIONS = 1_000
+"""What a sweep may spend where budget.probes is null. A prediction takes a thousandth of a probe: with `search=auto`
+every candidate of a space of this size is looked at."""
 
 
 class Search:
@@ -59,7 +64,10 @@ class Search:
         self._observer = observer or Observer()
         self._clock = clock
         self._study = settings.study_name
-        self._optuna_study = f"{self._study}/{space.digest}"
+        self._predicts = prober.kind == VIRTUAL
+        self._budget = settings.budget.probes or (PREDICTIONS if self._predicts else PROBES)
+        self._optuna_study = f"{self._study}/{space.digest}" + f"/{VIRTUAL}" * self._predicts
+        self._prober = prober
         self._measurer = Measurer(settings, store, prober, environment or {}, self._observer, self._optuna_study)
         reasons = {candidate: impossible(candidate) if impossible else None for candidate in space.candidates}
         self._possible = {candidate: None for candidate, reason in reasons.items() if reason is None}
@@ -102,14 +110,15 @@ class Search:
 
     @cached_property
     def _plan(self) -> Plan:
-        search, budget = self._settings.search, self._settings.budget.probes
+        search, budget = self._settings.search, self._budget
         budget -= self._outside is not None  # its probe is one of them
         return plan(search.name, search.seed, list(self._possible), self._space.baseline, budget)
 
     @cached_property
     def _history(self) -> History:
+        probes = self._store.probes(self._study)
         return History(
-            self._store.probes(self._study),
+            [record for record in probes if record.measurement.predicted == self._predicts],
             self._settings.machine,
             self._possible.__contains__,
             self._measurer.conditions,
@@ -118,10 +127,13 @@ class Search:
 
     @cached_property
     def _trials(self) -> Trials:
-        return Trials(self._optuna_study, self._store, self._space, self._plan, self._settings.search.seed)
+        # Optuna's tables hold what was measured. A prediction is cheaper than the twenty commits of a trial.
+        storage = optuna.storages.InMemoryStorage() if self._predicts else self._store.optuna_storage()
+        return Trials(self._optuna_study, storage, self._space, self._plan, self._settings.search.seed)
 
     def _search(self) -> None:
         self._trials.recover(self._history.settling(), self._told)
+        self._prepare()
         while self._outside and not self._history.settled(self._outside):
             try:  # it is no combination of this space's knobs, so there is no trial for it
                 self._measurer.settle(self._outside, self._history, None, self._left(inside=False))
@@ -130,6 +142,13 @@ class Search:
         if not self._ended():
             self._line_up()
             self._trials.study.optimize(self._objective, callbacks=[self._after], catch=(TryAgain,))
+
+    def _prepare(self) -> None:
+        """Tell the prober what it is going to be asked for, where the whole list is."""
+        if self._plan.name == "list":
+            untried = [candidate for candidate in self._plan.order if not self._history.settled(candidate)]
+            if coming := untried[: self._budget - self._history.spent]:
+                self._prober.prepare(coming, self._observer.preparing)
 
     def _objective(self, trial: optuna.Trial) -> float:
         candidate = self._trials.suggest(trial)
@@ -173,13 +192,13 @@ class Search:
         return order[self._next] if self._next < len(order) else None
 
     def _ended(self) -> bool:
-        budget, patience = self._settings.budget, self._settings.search.patience
+        minutes, patience = self._settings.budget.minutes, self._settings.search.patience
         if self._untried() is None:
             self._reason = "every candidate is tried"
-        elif self._history.spent >= budget.probes:
-            self._reason = f"budget.probes={budget.probes} is spent"
-        elif budget.minutes is not None and self._clock() - self._started >= budget.minutes * 60:
-            self._reason = f"budget.minutes={budget.minutes:g} are over"
+        elif self._history.spent >= self._budget:
+            self._reason = f"budget.probes={self._budget} is spent"
+        elif minutes is not None and self._clock() - self._started >= minutes * 60:
+            self._reason = f"budget.minutes={minutes:g} are over"
         elif patience and self._history.since_best >= patience:
             self._reason = f"{patience} probes without a better one (search.patience)"
         return bool(self._reason)
@@ -187,7 +206,7 @@ class Search:
     def _left(self, *, inside: bool = True) -> int:
         """How many more probes there may be after the next, which is of a candidate inside the space or not."""
         untried = len(self._possible) - self._history.tried - inside
-        return max(0, min(self._settings.budget.probes - self._history.spent - 1, untried))
+        return max(0, min(self._budget - self._history.spent - 1, untried))
 
     def _finals(self) -> Result:
         history, machine, baseline = self._history, self._settings.machine, self._space.baseline
@@ -206,7 +225,7 @@ class Search:
             records = history.settling() + confirmed
             raise misses.nothing_fits(records, self._impossible, machine, self._space.ledger.summary(), self._reason)
         winner = held.finalists[0]
-        self._store.set_winner(self._study, winner.trial)
+        self._crown(winner)
         confirmations = held.finalists + ([] if held.reference in held.finalists else [held.reference])
         return Result(
             winner=winner,
@@ -217,6 +236,12 @@ class Search:
             reason=self._reason,
         )
 
+    def _crown(self, winner: ProbeRecord) -> None:
+        """Say which probe wins the study: what is planned never takes the place of what was measured."""
+        known = winner_of(self._store.study(self._study), self._store.probes(self._study))
+        if known is None or known.measurement.predicted or not self._predicts:
+            self._store.set_winner(self._study, winner.trial)
+
     def _overview(self, sampler: str) -> Overview:
         return Overview(
             study=self._study,
@@ -224,10 +249,11 @@ class Search:
             candidates=len(self._possible),
             tried=self._history.tried,
             impossible=dict(self._impossible),
-            budget=self._settings.budget.probes,
+            budget=self._budget,
             spent=self._history.spent,
             knobs=tuple(name for name, values in self._space.knobs.items() if len(values) > 1),
             ledger=self._space.ledger.summary(),
+            predicted=self._predicts,
         )
 
     def _counts(self) -> Counts:
@@ -238,6 +264,7 @@ class Search:
             inferred=sum(record.inferred for record in records),
             reused=sum(record.reused for record in records),
             repeats=self._repeats,
+            feasible=len(self._history.feasible()),
         )
 
     def _told(self, record: ProbeRecord) -> outcomes.Told:

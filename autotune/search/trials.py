@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import ExperimentalWarning
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from autotune.candidate import Candidate
@@ -17,7 +18,6 @@ from autotune.search.samplers import Plan
 from autotune.space.knobs import Value
 from autotune.space.space import Space
 from autotune.store.records import ProbeRecord
-from autotune.store.store import Store
 
 
 @contextmanager
@@ -42,18 +42,18 @@ class Trials:
 
     Args:
         name: of the Optuna study.
-        store: whose database takes it.
+        storage: takes it.
         space: whose knobs are its parameters.
         plan: whose sampler proposes.
         seed: of that sampler.
     """
 
-    def __init__(self, name: str, store: Store, space: Space, plan: Plan, seed: int) -> None:
+    def __init__(self, name: str, storage: BaseStorage, space: Space, plan: Plan, seed: int) -> None:
         self._space = space
         self._distributions: dict[str, BaseDistribution] = {
             knob: CategoricalDistribution(choices) for knob, choices in space.knobs.items() if len(choices) > 1
         }
-        self._storage = store.optuna_storage()
+        self._storage = storage
         self.study = optuna.create_study(
             storage=self._storage,
             study_name=name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,11 @@ def study_record(row: Mapping[str, Any]) -> StudyRecord:
         winner_trial=row["winner_trial"],
         baseline_key=row["baseline_key"],
     )
+
+
+def winner_of(study: StudyRecord, probes: Iterable[ProbeRecord]) -> ProbeRecord | None:
+    """The probe that won the study, where there is one."""
+    return next((probe for probe in probes if probe.trial == study.winner_trial), None)
 
 
 def measurement_row(measurement: Measurement) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune.candidate import Candidate
 from autotune.errors import SettingsError
 from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
@@ -75,6 +76,9 @@ class TorchrunProber:
                 path = directory / "description.json"
                 self._description = Description(**json.loads(path.read_text())) if path.exists() else Description()
         return self._description
+
+    def prepare(self, candidates: Sequence[Candidate], on_progress: Callable[[int, int], None]) -> None:
+        """A measurement is made when it is asked for."""
 
     def probe(self, request: ProbeRequest) -> Measurement:
         """See Prober."""
