@@ -12,7 +12,10 @@ from typing import Any
 from autotune.errors import SettingsError
 from autotune.export.deepspeed import write_winner
 from autotune.machine.detect import not_here_reason
+from autotune.probe.measurement import VIRTUAL
+from autotune.probe.prober import ModelProber
 from autotune.probe.torchrun.describe import Description
+from autotune.probe.torchrun.launcher import Tell
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
 from autotune.report.summary import print_summary
 from autotune.report.terminal import progress
@@ -29,7 +32,7 @@ RECORDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVIC
 
 
 def tune(settings: Settings) -> tuple[Result, list[Path]]:
-    """Sweep, confirm, write the winner's files and print the summary.
+    """Sweep, confirm, write the winner's files and print the summary. Where candidates are predicted, that comes first.
 
     Returns:
         What was found, and the files that were written.
@@ -38,18 +41,18 @@ def tune(settings: Settings) -> tuple[Result, list[Path]]:
         SettingsError, NothingFeasible, InfraError, StoreError: see Search.run.
         KeyboardInterrupt: interrupted; everything measured is stored, and no process of ours is left.
     """
+    kind, reason = chosen(settings)
+    if kind == VIRTUAL:
+        print(planning(settings, reason), file=sys.stderr, flush=True)
     space = Space(settings)
-    if settings.probe.name not in ("auto", "torchrun"):
-        raise SettingsError(f"probe={settings.probe.name} is unknown", "auto or torchrun")
-    if reason := not_here_reason(settings.machine):
-        raise SettingsError(reason, "run it on that machine, or probe the one here with machine=auto")
     store = Store.open(settings.store_url)
     try:
         # Known before anything is started: a study that holds another workload or machine is refused here.
         store.open_study(settings.study_name, settings.workload, settings.machine)
         store.claim_owner(settings.study_name)
-        with progress(sys.stderr, settings.machine, settings.budget.minutes, store.probes(settings.study_name)) as seen:
-            prober = TorchrunProber(settings, make_launcher(settings, seen.telling))
+        earlier = [probe for probe in store.probes(settings.study_name) if probe.measurement.probe_kind == kind]
+        with progress(sys.stderr, settings.machine, settings.budget.minutes, earlier) as seen:
+            prober = make_prober(kind, settings, seen.telling)
             try:
                 model = described(prober.describe())
                 if fitted := fitted_buckets(settings, model):
@@ -73,13 +76,51 @@ def tune(settings: Settings) -> tuple[Result, list[Path]]:
                 result = search.run()
             finally:
                 prober.close()
-        files = write_winner(
-            result.winner, settings.workload, settings.machine, settings.study_dir, settings.space.nvme_path
-        )
+        wins = store.study(settings.study_name).winner_trial == result.winner.trial
+        folder = settings.study_dir if wins else settings.study_dir / "planned"  # beside the files of a measured winner
+        files = write_winner(result.winner, settings.workload, settings.machine, folder, settings.space.nvme_path)
     finally:
         store.close()
     print_summary(sys.stdout, settings.machine, result, space.ledger.summary(), files)
     return result, files
+
+
+def chosen(settings: Settings) -> tuple[str, str]:
+    """(`torchrun` or `virtual`, why candidates are predicted and not measured).
+
+    Raises:
+        SettingsError: there is no such probe, or it cannot measure on the machine here.
+    """
+    name = settings.probe.name
+    if name not in ("auto", "torchrun", VIRTUAL):
+        raise SettingsError(f"probe={name} is unknown", f"auto, torchrun or {VIRTUAL}")
+    if name == VIRTUAL:
+        return VIRTUAL, f"probe={VIRTUAL} asks for it"
+    reason = not_here_reason(settings.machine)
+    if reason and name == "torchrun":
+        raise SettingsError(reason, f"run it on that machine, or plan for it here with probe={VIRTUAL}")
+    return (VIRTUAL, reason) if reason else ("torchrun", "")
+
+
+def planning(settings: Settings, reason: str) -> str:
+    """The sentence that comes before all else where nothing is measured."""
+    machine, model = settings.machine, settings.model
+    shape = f"{machine.nodes} × {machine.devices_per_node} devices"
+    published = f", on which {model.name} was published" if model.published_on == machine.name else ""
+    return f"planning for {machine.name} ({shape}{published}) because {reason}; nothing is measured"
+
+
+def make_prober(kind: str, settings: Settings, tell: Tell) -> ModelProber:
+    """The prober of that kind; nothing is started yet.
+
+    Raises:
+        SettingsError: there is no such launcher.
+    """
+    if kind == VIRTUAL:
+        from autotune.probe.virtual.prober import VirtualProber  # type: ignore[import-untyped]
+
+        return VirtualProber(settings, tell)  # type: ignore[no-any-return]
+    return TorchrunProber(settings, make_launcher(settings, tell))
 
 
 def described(model: Description) -> Description:
@@ -113,7 +154,7 @@ def fitted_buckets(settings: Settings, model: Description) -> Settings | None:
     return replace(settings, space=replace(settings.space, **changes)) if changes else None
 
 
-def environment(model: Description, prober: TorchrunProber) -> dict[str, Any]:
+def environment(model: Description, prober: ModelProber) -> dict[str, Any]:
     """What else must be equal for a measurement to be reused: versions, threads, variables, the model's source."""
     versions = {}
     for package in VERSIONED:

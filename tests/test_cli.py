@@ -133,7 +133,10 @@ REFUSED = {
     "no devices": Refused(("machine.devices_per_node=0",), 2, "no devices", "at least 1"),
     "tensor parallelism": Refused(("workload.tensor_parallel=2",), 2, "tensor_parallel=2 is not supported", "at 1"),
     "sequence parallelism": Refused(("workload.sequence_parallel=2",), 2, "sequence_parallel=2 is not supported"),
-    "a machine that is not here": Refused(("machine=b200",), 2, "machine=b200 has NVIDIA B200", "machine=auto"),
+    "a machine that is not here": Refused(
+        ("machine=b200", "probe=torchrun"), 2, "machine=b200 has NVIDIA B200", "probe=virtual"
+    ),
+    "an unknown probe": Refused(("probe.name=crystal",), 2, "probe=crystal is unknown", "virtual"),
     "an unknown launcher": Refused(("launcher=nonsense",), 2, "launcher=nonsense", "cold, warm"),
     "an unknown flag": Refused(("--frobnicate",), 2, "--frobnicate", "--help"),
     "a misspelt verb": Refused(("trails", "mine"), 2, "trails", "did you mean trials"),

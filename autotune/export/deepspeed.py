@@ -9,7 +9,7 @@ from autotune import __version__
 from autotune.candidate import Candidate
 from autotune.export.files import write_json
 from autotune.machine.machine import Machine
-from autotune.probe.measurement import Measurement
+from autotune.probe.measurement import PLANNED, Measurement
 from autotune.space.config import allocator_environment, deepspeed_config
 from autotune.store.records import ProbeRecord
 from autotune.workload.workload import Workload
@@ -60,10 +60,11 @@ def write_winner(
 def recipe(record: ProbeRecord, workload: Workload, machine: Machine) -> dict[str, Any]:
     """Everything about a winner that its DeepSpeed config does not say."""
     candidate, measurement = record.candidate, record.measurement
-    predicted = [PREDICTED] if measurement.probe_kind == "virtual" else []
+    predicted = [PREDICTED] if measurement.predicted else []
     return {
         "schema": SCHEMA,
         "autotune": __version__,
+        "status": PLANNED if measurement.predicted else "measured",
         "study": record.study,
         "trial": record.trial,
         "key": record.key,
@@ -97,8 +98,11 @@ def checkpointing_plan(candidate: Candidate) -> dict[str, str] | None:
 
 
 def environment(candidate: Candidate, measurement: Measurement) -> dict[str, str]:
-    """The environment variables that the measurement had, to be set before Python starts."""
-    measured = measurement.environment
+    """The environment variables that the measurement had, to be set before Python starts.
+
+    A prediction has run nowhere: only the candidate's own are left.
+    """
+    measured = {} if measurement.predicted else measurement.environment
     variables = {name: str(value) for name, value in measured.items() if name.isupper() and value}
     if "threads" in measured:
         variables["OMP_NUM_THREADS"] = str(measured["threads"])
@@ -125,7 +129,7 @@ def use(candidate: Candidate, machine: Machine) -> dict[str, str]:
 
 
 def measurement_summary(measurement: Measurement, machine: Machine) -> dict[str, Any]:
-    """What was measured, in the store's units, with its spread."""
+    """What was measured, in the store's units, with its spread; or the whole prediction."""
     rate = measurement.tokens_per_s
     used = measurement.used_bytes
     return {
@@ -143,4 +147,5 @@ def measurement_summary(measurement: Measurement, machine: Machine) -> dict[str,
         "device_memory_share": used / machine.device_memory_bytes if used else None,
         "host_peak_bytes": measurement.host_peak_bytes,
         "worst_rank": measurement.worst_rank,
+        **({"prediction": measurement.detail.get("prediction")} if measurement.predicted else {}),
     }

@@ -40,7 +40,10 @@ REUSABLE = frozenset({Outcome.OK, Outcome.OOM_DEVICE, Outcome.OOM_HOST, Outcome.
 
 
 VIRTUAL = "virtual"
-"""The kind of a prober that predicts: what it returns is planned, not measured, and is never mixed with the measured."""
+"""The kind of a prober that predicts: what it returns is planned, and is never mixed with what was measured."""
+
+PLANNED = "planned, not measured"
+"""How that is marked wherever it is shown or written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from autotune.candidate import Candidate
 from autotune.probe.measurement import Measurement
+
+if TYPE_CHECKING:
+    from autotune.probe.torchrun.describe import Description
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +57,26 @@ class Prober(Protocol):
 
     def close(self) -> None:
         """End whatever is kept between probes."""
+        ...
+
+
+class ModelProber(Prober, Protocol):
+    """A prober that runs the workload's own model."""
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """How it is measured or predicted: what comes of different protocols is not the same."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """Processor threads of each rank."""
+        ...
+
+    def describe(self) -> Description:
+        """What is known of the model before it is probed; looked up once.
+
+        Raises:
+            InfraError: the process that looks does not start.
+        """
         ...

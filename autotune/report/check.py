@@ -6,24 +6,15 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from autotune.machine.machine import Machine
-from autotune.report.output import print_csv, print_json
 from autotune.space.check import Finding
 
+COLUMNS = ("kind", "rule", "where", "sentence", "remedy", "source")
 _HEADINGS = {"ignore": "ignored, without a word", "change": "changed, without a word", "refuse": "refused"}
-_COLUMNS = ("kind", "rule", "where", "sentence", "remedy", "source")
 
 
-def print_findings(found: Sequence[Finding], path: str, machine: Machine, form: str, out: TextIO) -> None:
-    """Print findings, the silent ones first as they come.
-
-    Args:
-        found: of space.check.findings.
-        path: of the config, for people.
-        machine: against which it was checked.
-        form: table, json or csv.
-        out: stdout.
-    """
-    rows = [
+def finding_rows(found: Sequence[Finding]) -> list[dict[str, str]]:
+    """Findings as JSON and CSV have them."""
+    return [
         {
             "kind": finding.rule.kind.value,
             "rule": finding.rule.id,
@@ -34,17 +25,27 @@ def print_findings(found: Sequence[Finding], path: str, machine: Machine, form: 
         }
         for finding in found
     ]
-    if form == "json":
-        print_json(out, rows)
-    elif form == "csv":
-        print_csv(out, _COLUMNS, rows)
-    else:
-        shape = f"{machine.name}, {machine.nodes} × {machine.devices_per_node} devices"
-        lines = [f"{path} on {shape}: {len(rows)} rules broken" if rows else f"{path} on {shape}: nothing to object to"]
-        heading = ""
-        for row in rows:
-            if row["kind"] != heading:
-                heading = row["kind"]
-                lines += ["", _HEADINGS[heading]]
-            lines += [f"  {row['where']}  [{row['rule']}]", f"      {row['sentence']}", f"      → {row['remedy']}"]
-        out.write("\n".join(lines) + "\n")
+
+
+def print_findings(found: Sequence[Finding], path: str, machine: Machine, out: TextIO) -> None:
+    """Print findings for people, the silent ones first as they come.
+
+    Args:
+        found: of space.check.findings.
+        path: of the config.
+        machine: against which it was checked.
+        out: stdout.
+    """
+    shape = f"{machine.name}, {machine.nodes} × {machine.devices_per_node} devices"
+    lines = [f"{path} on {shape}: {f'{len(found)} rules broken' if found else 'nothing to object to'}"]
+    heading = ""
+    for finding in found:
+        if finding.rule.kind.value != heading:
+            heading = finding.rule.kind.value
+            lines += ["", _HEADINGS[heading]]
+        lines += [
+            f"  {finding.where}  [{finding.rule.id}]",
+            f"      {finding.sentence}",
+            f"      → {finding.remedy}",
+        ]
+    out.write("\n".join(lines) + "\n")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from autotune.errors import SettingsError
+from autotune.probe.measurement import PLANNED, VIRTUAL
 from autotune.report.output import print_csv, print_json, print_table
 from autotune.report.ratio import Ratio, throughput_ratio
-from autotune.report.units import NOTHING, gib, seconds, spread, tokens
+from autotune.report.units import NOTHING, gib, marked, seconds, spread, tokens
 from autotune.store.records import ProbeRecord, StudyRecord, winner_of
 from autotune.store.store import Store
 
@@ -146,6 +147,8 @@ def compare_two(base: Entry, other: Entry) -> Verdict:
     kinds = {entry.winner.measurement.probe_kind for entry in (base, other) if entry.winner}
     if len(kinds) > 1:
         sentence += f"; one is measured, the other not ({' and '.join(sorted(kinds))})"
+    elif kinds == {VIRTUAL}:
+        sentence += f"; both are {PLANNED}"
     return Verdict(*names, ratio, sentence)
 
 
@@ -214,7 +217,7 @@ def _cells(entry: Entry) -> list[str]:
     return [
         row["study"],
         NOTHING if entry.winner is None else str(entry.winner.trial),
-        "no winner yet" if entry.winner is None else str(entry.winner.candidate),
+        "no winner yet" if entry.winner is None else marked(str(entry.winner.candidate), row["probe_kind"]),
         tokens(entry.rate),
         spread(*(entry.ends or (None, None))),
         seconds(row["step_s"]),

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from autotune.candidate import Candidate, varying
 from autotune.probe.measurement import Outcome
 from autotune.report.output import console_for, print_csv, print_json, print_table
-from autotune.report.units import NOTHING, gib, memory, seconds, spread, tokens
+from autotune.report.units import NOTHING, gib, marked, memory, seconds, spread, tokens
 from autotune.store.records import ProbeRecord, StudyRecord, winner_of
 from autotune.store.store import Store
 
@@ -25,8 +25,10 @@ STUDY_COLUMNS = [
     "ok",
     "oom",
     "other",
+    "predicted",
     "winner_trial",
     "winner",
+    "winner_probe_kind",
     "tokens_per_s",
     "created",
 ]
@@ -106,7 +108,7 @@ def list_trials(store: Store, study: str, form: str, out: TextIO) -> None:
 
 
 def study_row(study: StudyRecord, probes: list[ProbeRecord]) -> dict[str, Any]:
-    """A study as JSON has it; outcomes are counted over its trials, confirmations included."""
+    """A study as JSON has it; outcomes are counted over its trials, confirmations and predictions included."""
     outcomes = Counter(probe.measurement.outcome for probe in probes)
     oom = sum(count for outcome, count in outcomes.items() if outcome.is_oom)
     winner = winner_of(study, probes)
@@ -120,8 +122,10 @@ def study_row(study: StudyRecord, probes: list[ProbeRecord]) -> dict[str, Any]:
         "ok": outcomes[Outcome.OK],
         "oom": oom,
         "other": len(probes) - outcomes[Outcome.OK] - oom,
+        "predicted": sum(probe.measurement.predicted for probe in probes),
         "winner_trial": study.winner_trial,
         "winner": winner.candidate.to_dict() if winner else None,
+        "winner_probe_kind": winner.measurement.probe_kind if winner else None,
         "tokens_per_s": winner.measurement.tokens_per_s if winner else None,
         "created": study.created,
     }
@@ -151,6 +155,7 @@ def trial_cells(probe: ProbeRecord, winner_trial: int | None, names: Collection[
     phase = f" in {measurement.phase.value}" if measurement.phase and measurement.outcome is not Outcome.OK else ""
     notes = [word for word in ("inferred", "reused") if getattr(probe, word)]
     notes += ["confirmation"] if probe.confirmation else []
+    notes += ["predicted"] if measurement.predicted else []
     notes += ["winner"] if probe.trial == winner_trial else []
     return [
         str(probe.trial),
@@ -171,4 +176,5 @@ def _study_cells(row: dict[str, Any]) -> list[str]:
     winner = str(Candidate.from_dict(row["winner"])) if row["winner"] else NOTHING
     devices = f"{row['nodes']} × {row['devices_per_node']}"
     counts = [str(row[name]) for name in ("trials", "ok", "oom", "other")]
+    winner = marked(winner, row["winner_probe_kind"])
     return [row["study"], row["model"], row["machine"], devices, *counts, tokens(row["tokens_per_s"]), winner]

@@ -33,11 +33,13 @@ class Ratio:
 def throughput_ratio(
     ours: Measurement, theirs: Measurement, our_devices: int = 1, their_devices: int = 1
 ) -> Ratio | None:
-    """Our tokens per second and device over theirs; None where one has no throughput."""
+    """Our tokens per second and device over theirs; None where one has no throughput. An estimate has no spread."""
     if ours.tokens_per_s is None or theirs.tokens_per_s is None:
         return None
     devices = their_devices / our_devices
     low = high = None
+    if ours.predicted or theirs.predicted:
+        return Ratio(ours.tokens_per_s / theirs.tokens_per_s * devices, low, high)
     if ours.tokens_per_s_low is not None and theirs.tokens_per_s_high is not None:
         low = ours.tokens_per_s_low / theirs.tokens_per_s_high * devices
     if ours.tokens_per_s_high is not None and theirs.tokens_per_s_low is not None:

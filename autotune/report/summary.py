@@ -8,15 +8,16 @@ from typing import TextIO
 
 from autotune.candidate import varying
 from autotune.machine.machine import GIB, Machine
-from autotune.probe.measurement import Measurement, Outcome
+from autotune.probe.measurement import PLANNED, Measurement, Outcome
+from autotune.report.prediction import ESTIMATE, PROMISE, print_phases
 from autotune.report.ratio import throughput_ratio
 from autotune.report.units import gib, percent, seconds, throughput, tokens
-from autotune.search.result import Result
+from autotune.search.result import Counts, Result
 from autotune.store.records import ProbeRecord
 
 
 def print_summary(out: TextIO, machine: Machine, result: Result, ledger: str, files: Sequence[Path]) -> None:
-    """Print what a sweep found.
+    """Print what a sweep found, or what was planned.
 
     Args:
         out: stdout.
@@ -26,7 +27,9 @@ def print_summary(out: TextIO, machine: Machine, result: Result, ledger: str, fi
         files: that were written.
     """
     winner, reference, baseline = result.winner, result.reference, result.baseline
-    lines = [f"study      {winner.study}: {counts(result)}", f"{'':<11}ended: {result.reason}"]
+    predicted = winner.measurement.predicted
+    lines = [f"{PLANNED.upper()}: every figure here is predicted for {machine.name}"] if predicted else []
+    lines += [f"study      {winner.study}: {counts(result)}", f"{'':<11}ended: {result.reason}"]
     names = varying(record.candidate for record in (winner, reference, baseline) if record is not None)
     lines += _about("winner", winner, machine, names)
     if baseline is None or reference.key != baseline.key:
@@ -37,15 +40,11 @@ def print_summary(out: TextIO, machine: Machine, result: Result, ledger: str, fi
             lines += _about("reference", reference, machine, names, f"the feasible candidate nearest to {nearest}")
     elif reference.key != winner.key:
         lines += _about("baseline", reference, machine, names, "the untuned default")
-    lines += [
-        f"gain       {gain(result)}",
-        *_batches(winner, reference, machine),
-        "",
-        *ledger.splitlines(),
-        "",
-        *(str(path) for path in files),
-    ]
+    lines += [f"gain       {gain(result)}", *_batches(winner, reference, machine), ""]
     out.write("\n".join(lines) + "\n")
+    if predicted:
+        print_phases(out, winner.measurement.detail["prediction"])
+    out.write("\n".join([*ledger.splitlines(), "", *(str(path) for path in files)]) + "\n")
 
 
 def _batches(winner: ProbeRecord, reference: ProbeRecord, machine: Machine) -> list[str]:
@@ -62,10 +61,23 @@ def _batches(winner: ProbeRecord, reference: ProbeRecord, machine: Machine) -> l
 def counts(result: Result) -> str:
     """What was done, e.g. `12 ok, 5 oom_device (14 probes, 3 inferred, 4 confirmations)`."""
     done = result.counts
+    if result.winner.measurement.predicted:
+        return _verdicts(done)
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in done.outcomes.most_common() if count)
     parts = [f"{done.probed} probes", f"{done.inferred} inferred", f"{done.reused} reused"]
     parts.append(f"{len(result.confirmations)} confirmations")
     return f"{outcomes} ({', '.join(part for part in parts if not part.startswith('0 '))})"
+
+
+def _verdicts(done: Counts) -> str:
+    """What was looked at, e.g. `585 candidates looked at: 210 fit, 12 are at risk, 363 do not fit`."""
+    ran = done.outcomes[Outcome.OK.value]
+    oom = sum(done.outcomes[outcome.value] for outcome in Outcome if outcome.is_oom)
+    total = done.outcomes.total()
+    parts = [f"{done.feasible:,} fit", f"{ran - done.feasible:,} are at risk", f"{oom:,} do not fit"]
+    if others := total - ran - oom:
+        parts.append(f"{others:,} cannot run")
+    return f"{total:,} candidates looked at: {', '.join(parts)}"
 
 
 def gain(result: Result) -> str:
@@ -76,6 +88,8 @@ def gain(result: Result) -> str:
             return "none: the untuned default is the winner"
         return "nothing to compare with: the untuned default does not fit, and the winner is what comes nearest to it"
     ratio = throughput_ratio(winner.measurement, reference.measurement)
+    if ratio is not None and winner.measurement.predicted:
+        return f"{percent(ratio.value - 1, sign=True)} by the {ESTIMATE}: {PROMISE}"
     if ratio is None:
         return "unknown: no throughput was measured"
     return str(ratio) if ratio.significant is not False else f"no significant difference: {ratio}"
@@ -92,7 +106,8 @@ def _found(measurement: Measurement, machine: Machine) -> list[str]:
     lines = []
     if measurement.tokens_per_s is not None:
         each = tokens(measurement.tokens_per_s / machine.world_size)
-        lines.append(f"{throughput(measurement)}, {each} per device, step {seconds(measurement.step_s)}")
+        how = f" ({ESTIMATE})" if measurement.predicted else ""
+        lines.append(f"{throughput(measurement)}, {each} per device, step {seconds(measurement.step_s)}{how}")
     used = measurement.used_bytes
     memory = "device memory unknown"
     if used is not None:

@@ -80,6 +80,10 @@ class Progress(Observer):
         """See Observer."""
         self.overview = overview
 
+    def preparing(self, done: int, of: int) -> None:
+        """See Observer."""
+        self.doing = f"tracing: {done:,} of {of:,}"
+
     def probing(self, candidate: Candidate, number: int, left: int) -> None:
         """See Observer."""
         self._do(f"probe {number}: {self.label(candidate)}", left)
@@ -140,9 +144,17 @@ class LineProgress(Progress):
             self._say(f"{count:,} candidates cannot run: {reason}")
         self._say(headline(overview))
 
+    def preparing(self, done: int, of: int) -> None:
+        """See Progress. A line for every tenth."""
+        super().preparing(done, of)
+        if done * 10 // of > (done - 1) * 10 // of:
+            self._say(self.doing)
+
     def probing(self, candidate: Candidate, number: int, left: int) -> None:
         """See Observer."""
         super().probing(candidate, number, left)
+        if self.overview is not None and self.overview.predicted:
+            return  # what comes of it follows at once
         self._say(f"{self.doing} (at most {left} more{self._about()})")
 
     def confirming(self, candidate: Candidate, number: int, of: int) -> None:
@@ -251,7 +263,7 @@ def headline(overview: Overview) -> str:
     spent = f", {overview.spent:,} of them spent" if overview.spent else ""
     return (
         f"{overview.study}: {overview.candidates:,} candidates{tried}; sampler {overview.sampler}, "
-        f"budget {overview.budget:,} probes{spent}"
+        f"budget {overview.budget:,} {'predictions' if overview.predicted else 'probes'}{spent}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.machine import machine
-from autotune.probe.measurement import Measurement
+from autotune.probe.measurement import PLANNED, VIRTUAL, Measurement
 
 NOTHING = "–"
 
@@ -27,9 +27,14 @@ def tokens(rate: float | None) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
+def marked(label: str, probe_kind: str | None) -> str:
+    """A winner's label, marked where it was predicted."""
+    return f"{label}  ({PLANNED})" if probe_kind == VIRTUAL else label
+
+
 def spread(low: float | None, high: float | None) -> str:
-    """A spread of tokens per second as `12,100–12,600`."""
-    return NOTHING if low is None or high is None else f"{tokens(low)}–{tokens(high)}"
+    """A spread of tokens per second as `12,100–12,600`; an estimate has none."""
+    return NOTHING if low is None or high is None or low == high else f"{tokens(low)}–{tokens(high)}"
 
 
 def throughput(measurement: Measurement) -> str:
@@ -37,9 +42,8 @@ def throughput(measurement: Measurement) -> str:
     if measurement.tokens_per_s is None:
         return NOTHING
     text = f"{tokens(measurement.tokens_per_s)} tokens/s"
-    if measurement.tokens_per_s_low is not None and measurement.tokens_per_s_high is not None:
-        text += f" ({spread(measurement.tokens_per_s_low, measurement.tokens_per_s_high)})"
-    return text
+    ends = spread(measurement.tokens_per_s_low, measurement.tokens_per_s_high)
+    return text if ends == NOTHING else f"{text} ({ends})"
 
 
 def seconds(value: float | None) -> str:

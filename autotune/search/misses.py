@@ -80,6 +80,7 @@ def nearest_miss(records: Sequence[ProbeRecord], machine: Machine) -> tuple[Prob
 
 def _limit(record: ProbeRecord) -> str:
     if record.measurement.outcome is Outcome.OK:
-        return "ran, but left too little memory free"
+        ran = "would run, but leave" if record.measurement.predicted else "ran, but left"
+        return f"{ran} too little memory free"
     how = " (inferred from a smaller micro-batch)" if record.inferred else ""
     return f"{record.measurement.outcome.value}{how}"

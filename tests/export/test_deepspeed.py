@@ -101,8 +101,10 @@ def test_the_recipe_warns_of_changes_in_mid_training(tmp_path: Path) -> None:
     _, recipe = written(tmp_path)
     assert UNIVERSAL_CHECKPOINT in recipe["warnings"]
     assert PREDICTED not in recipe["warnings"]
+    assert recipe["status"] == "measured"
     _, predicted = written(tmp_path, record(kind="virtual"), WORKLOAD, MACHINE)
     assert PREDICTED in predicted["warnings"]
+    assert predicted["status"] == "planned, not measured"
 
 
 def test_a_candidate_on_nvme_needs_the_path(tmp_path: Path) -> None:

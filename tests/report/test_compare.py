@@ -105,6 +105,13 @@ def test_different_workloads_and_probe_kinds_are_said(store: Store, ok: Any) -> 
     assert "torchrun and virtual" in compare_two(base, other).sentence
 
 
+def test_what_is_predicted_is_no_proof(store: Store, ok: Any) -> None:
+    base = entry(store, "one", 1, ok(1_000.0, 0.001, probe_kind="virtual"))
+    verdict = compare_two(base, entry(store, "two", 1, ok(2_000.0, 0.001, probe_kind="virtual")))
+    assert verdict.row()["significant"] is None
+    assert verdict.sentence.endswith("no spread is known; both are planned, not measured")
+
+
 def test_one_study_is_too_few(store: Store) -> None:
     with pytest.raises(SettingsError, match="two studies"):
         compared(store, "table", "a")

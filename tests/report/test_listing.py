@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+from typing import Any
 
 import pytest
 
+from autotune.candidate import Candidate
 from autotune.errors import SettingsError
 from autotune.report.listing import list_studies, list_trials
 from autotune.store.store import Store
@@ -16,6 +18,9 @@ PROMISED = (
     "trial key candidate outcome phase tokens_per_s step_s peak_allocated_bytes peak_reserved_bytes host_peak_bytes "
     "probe_kind wall_s inferred reused confirmation"
 )
+
+
+BEST = Candidate(micro_batch=4, accumulation=16, zero_stage=2, precision="bf16")
 
 
 def trials(store: Store, form: str, study: str = "a") -> str:
@@ -77,3 +82,15 @@ def test_an_unknown_study_is_refused_with_those_that_there_are(store: Store) -> 
     with pytest.raises(SettingsError) as error:
         trials(store, "table", "nonesuch")
     assert "a, b, empty" in error.value.hint
+
+
+def test_what_is_predicted_is_told_from_what_was_measured(store: Store, ok: Any) -> None:
+    predicted = store.add_probe("empty", BEST, ok(90_000.0, 0.0, probe_kind="virtual"))
+    store.set_winner("empty", predicted.trial)
+    [row] = json.loads(trials(store, "json", "empty"))
+    assert row["probe_kind"] == "virtual"
+    assert "predicted, winner" in trials(store, "table", "empty")
+    assert "90,000–90,000" not in trials(store, "table", "empty")
+    *_, planned = json.loads(studies(store, "json"))
+    assert (planned["predicted"], planned["winner_probe_kind"]) == (1, "virtual")
+    assert studies(store, "table").count("(planned, not measured)") == 1

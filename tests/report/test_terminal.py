@@ -6,6 +6,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,20 @@ def test_without_a_terminal_every_event_is_one_line(ok: Any) -> None:
     )
     assert text[11].startswith("trial 17: oom_device in forward (inferred): mb 16")
     assert text[12:] == ["search ended: every candidate is tried", f"confirmation 1 of 4: {BEST}"]
+
+
+def test_a_plan_has_a_line_for_every_tenth_of_the_tracing_and_one_for_every_candidate(ok: Any) -> None:
+    err = io.StringIO()
+    with progress(err, MACHINE, None) as watched:
+        watched.started(replace(OVERVIEW, predicted=True))
+        for done in range(1, 41):
+            watched.preparing(done, 40)
+        watched.probing(PLAIN, 1, 39)
+        watched.finished(record(PLAIN, ok(30_000.0), 13))
+    text = [line[9:] for line in err.getvalue().splitlines()]
+    assert "budget 40 predictions" in text[4]
+    assert text[5:-1] == [f"tracing: {done} of 40" for done in range(4, 41, 4)]
+    assert text[-1].startswith("trial 13: ok")
 
 
 class Terminal(io.StringIO):
