@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 _TEXT = """\
-Find the DeepSpeed configuration that trains a model fastest on given hardware, by measuring it.
+Find the DeepSpeed configuration that trains a model fastest on given hardware, by measuring it. Hardware that is not
+here is planned for: DeepSpeed's own engine runs on devices that do not exist, and nothing is measured.
 
   python -m autotune [tune] [OVERRIDE …]        sweep, and write the winner's deepspeed_config.json
   python -m autotune studies                    the studies of a store
   python -m autotune trials STUDY               every probe of a study
   python -m autotune export STUDY [--trial N]   write the files of the winner, or of any trial
   python -m autotune compare STUDY STUDY …      winners side by side, with what differs
-  python -m autotune check CONFIG.json          what DeepSpeed would ignore, change or refuse in a config
+  python -m autotune check CONFIG.json          what DeepSpeed would ignore, change or refuse in a config;
+                                                with model=…, the memory that it takes
 
 Each verb has its own --help. `autotune` is the same as `python -m autotune`.
 
@@ -24,7 +26,7 @@ Sections (SECTION.KEY=VALUE; `--cfg job --resolve` prints them all, with the val
   space      micro_batch, accumulation, zero_stage, offload_optimizer, offload_param, checkpoint_blocks,
              checkpoint_part, checkpoint_input, overlap_comm, reduce_bucket_size, …, precision
              a scalar fixes a knob, a list is a choice, {{low, high, step|log}} a range
-  budget     probes (processes started for search), minutes (of wall clock)
+  budget     probes (candidates measured or predicted; null: 40 measured, or 1,000 predicted), minutes (of wall clock)
   search     seed, patience (end after so many probes without a better one)
   objective  finalists (measured again, longer, before one of them wins)
   study      name, store (SQLAlchemy URL; also AUTOTUNE_STORE)
@@ -35,6 +37,8 @@ Sections (SECTION.KEY=VALUE; `--cfg job --resolve` prints them all, with the val
 Examples:
   python -m autotune model=gpt20b budget.minutes=120
   python -m autotune model=llama3_8b workload.seq_len=8192 workload.global_batch=256
+  python -m autotune model=gpt20b machine=a100_80g machine.nodes=8     planned for, where no such machine is here
+  python -m autotune check ds_config.json model=llama3_8b machine=h100_80g space.checkpoint_blocks=all
   python -m autotune space.zero_stage=[2,3] 'space.micro_batch={{low:1,high:16,log:true}}'
   python -m autotune model=custom model.factory=my_project.models:build workload.seq_len=1024
   python -m autotune 'study.store="postgresql://tuner@db/studies"'
