@@ -53,8 +53,10 @@ def check(path: Path, settings: Settings, predict: bool, form: str, out: TextIO)
         print_prediction(out, prediction.to_dict(), settings.machine)
     elif predict:
         out.write("\nnot predicted: DeepSpeed refuses this config\n")
-    fits = prediction is None or prediction.verdict is not Verdict.DOES_NOT_FIT
-    return BROKEN if found else 0 if fits else DOES_NOT_FIT
+    if found:
+        return BROKEN
+    fits = prediction is None or not (prediction.host_oom or prediction.verdict is Verdict.DOES_NOT_FIT)
+    return 0 if fits else DOES_NOT_FIT
 
 
 def _predicted(config: dict[str, Any], settings: Settings) -> Prediction:

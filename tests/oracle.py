@@ -88,7 +88,7 @@ class Oracle:
             verdict=verdict,
             oom=None if fits else DeviceOom(Phase.BACKWARD, "layers.7.mlp", 2 * GIB, total - 4 * GIB, total - 3 * GIB),
             host_per_node=96 * GIB,
-            host_oom=False,
+            host_oom=machine.host_memory_gib < 96,
             holders=[
                 Holder("activations", "gpt_neox.layers.*.mlp", total // 2, 44),
                 Holder("parameters", "", total // 4, 532),

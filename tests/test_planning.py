@@ -214,6 +214,9 @@ def test_check_says_what_is_at_risk_and_what_does_not_fit(capsys: pytest.Capture
     assert "out of memory in backward, layers.7.mlp: 2.00 GiB asked for" in out
     code, out = check(capsys, "model=gpt20b", "machine=a100_40g", "machine.device_memory_gib=26.5")
     assert (code, "at risk: 26.00 GiB of 26.50 GiB" in out) == (0, True)
+    code, out = check(capsys, "model=gpt20b", "machine=a100_40g", "machine.host_memory_gib=64")
+    assert (code, "does not fit: 26.00 GiB of 39.40 GiB" in out) == (3, True)
+    assert "host 96.00 GiB of 64.00 GiB per node: too much" in out
 
 
 def test_check_as_json_has_both(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from autotune.machine.machine import GIB, Machine
+from autotune.probe.virtual.prediction import Verdict
 from autotune.report.output import print_table
 from autotune.report.units import NOTHING, gib, percent, seconds
 
@@ -42,8 +43,9 @@ def print_phases(out: TextIO, prediction: Mapping[str, Any]) -> None:
 def _verdict(prediction: Mapping[str, Any], machine: Machine) -> list[str]:
     used, has = prediction["device_total"], machine.device_memory_bytes
     host, node = prediction["host_per_node"], int(machine.host_memory_gib * GIB)
+    verdict = Verdict.DOES_NOT_FIT if prediction["host_oom"] else prediction["verdict"]
     lines = [
-        f"predicted  {prediction['verdict']}: {gib(used)} of {gib(has)} per device ({percent(used / has)}; "
+        f"predicted  {verdict}: {gib(used)} of {gib(has)} per device ({percent(used / has)}; "
         f"{gib(machine.usable_bytes)} leave the headroom of {percent(machine.headroom)})"
     ]
     if oom := prediction["oom"]:
