@@ -61,7 +61,7 @@ def check(path: Path, settings: Settings, predict: bool, form: str, out: TextIO)
 
 def _predicted(config: dict[str, Any], settings: Settings) -> Prediction:
     """The prediction for a config; one that leaves the optimizer to the training script has the workload's."""
-    from autotune.probe.virtual.prober import VirtualProber  # type: ignore[import-untyped]
+    from autotune.probe.virtual.prober import VirtualProber
 
     prober = VirtualProber(settings, lambda text: print(text, file=sys.stderr, flush=True))
     try:

@@ -117,9 +117,9 @@ def make_prober(kind: str, settings: Settings, tell: Tell) -> ModelProber:
         SettingsError: there is no such launcher.
     """
     if kind == VIRTUAL:
-        from autotune.probe.virtual.prober import VirtualProber  # type: ignore[import-untyped]
+        from autotune.probe.virtual.prober import VirtualProber
 
-        return VirtualProber(settings, tell)  # type: ignore[no-any-return]
+        return VirtualProber(settings, tell)
     return TorchrunProber(settings, make_launcher(settings, tell))
 
 

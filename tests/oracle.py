@@ -38,7 +38,7 @@ class Oracle:
         return {"version": 1}
 
     def describe(self) -> Description:
-        return Description(parameters=PARAMETERS, largest_parameter=50432 * 6144)
+        return Description(parameters=PARAMETERS, parameter_sizes=[50432 * 6144])
 
     def prepare(self, candidates: Sequence[Candidate], on_progress: Callable[[int, int], None]) -> None:
         self.prepared = list(candidates)

@@ -24,14 +24,18 @@ class Description:
 
     Attributes:
         parameters: their number; None where the model cannot be built without data (on torch's meta device).
-        largest_parameter: elements of the largest one.
+        parameter_sizes: elements of each that is trained, in the model's order.
+        blocks: how many alike blocks it has in a row; 0 for none.
+        block_parameters: of the smallest block.
         not_checkpointed: why, for each `blocks/part` (as in `half/mlp`) that cannot be checkpointed.
         source: a digest of the file that a custom model's factory is written in.
         error: why it cannot be trained at all: the factory cannot be imported, the type is unknown.
     """
 
     parameters: int | None = None
-    largest_parameter: int | None = None
+    parameter_sizes: list[int] = field(default_factory=list)
+    blocks: int = 0
+    block_parameters: int = 0
     not_checkpointed: dict[str, str] = field(default_factory=dict)
     source: str | None = None
     error: str | None = None
@@ -55,13 +59,24 @@ def describe(workload: Workload) -> Description:
         if workload.model.factory:
             return Description(source=source)
         return Description(error=f"transformers cannot build model.type={workload.model.type}: {error}")
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    blocks = [sum(p.numel() for p in block.parameters()) for block in _blocks(model)]
     return Description(
-        parameters=sum(sizes),
-        largest_parameter=max(sizes, default=0),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameter_sizes=[parameter.numel() for parameter in model.parameters() if parameter.requires_grad],
+        blocks=len(blocks),
+        block_parameters=min(blocks, default=0),
         not_checkpointed=_not_checkpointed(model),
         source=source,
     )
+
+
+def _blocks(model: Any) -> list[Any]:
+    from autotune.workload.checkpointing import CheckpointingError, find_blocks
+
+    try:
+        return find_blocks(model)[1]
+    except CheckpointingError:
+        return []
 
 
 def _not_checkpointed(model: Any) -> dict[str, str]:

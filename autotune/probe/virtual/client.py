@@ -1,0 +1,116 @@
+"""The controller's end of the tracing process: started at the first job, ended with the prober."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from autotune.errors import InfraError
+from autotune.machine.machine import Machine
+from autotune.probe.torchrun.launcher import Tell, leashed
+from autotune.probe.torchrun.starting import last_line, log_file
+from autotune.probe.torchrun.watch import kill_tree
+from autotune.probe.virtual.tracer import Job
+
+
+class Tracer:
+    """Traces jobs on all processors.
+
+    Args:
+        machine: decides which accelerator DeepSpeed believes in.
+        tell: takes a sentence when something takes its time.
+    """
+
+    def __init__(self, machine: Machine, tell: Tell) -> None:
+        self._accelerator, self._tell = machine.accelerator, tell
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, jobs: Sequence[Job], on_done: Callable[[int], None] = lambda index: None) -> None:
+        """Trace jobs; afterwards each run has its tape or its error file.
+
+        Args:
+            jobs: what to trace.
+            on_done: called with the index of each job that is done, as it is done.
+
+        Raises:
+            InfraError: the process does not start, or dies.
+        """
+        self._request([job.to_json() for job in jobs], on_done)
+
+    def describe(self, folder: Path) -> None:
+        """Run autotune.probe.torchrun.describe on a folder.
+
+        Raises:
+            InfraError: the process does not start, or dies.
+        """
+        self._request([json.dumps({"describe": str(folder)})], lambda index: None)
+
+    def close(self) -> None:
+        """End the process and all that it forked."""
+        process, self._process = self._process, None
+        if process is not None:
+            kill_tree(process.pid)
+            process.wait()
+            self._log.close()
+
+    def _request(self, lines: Sequence[str], on_done: Callable[[int], None]) -> None:
+        if not lines:
+            return
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        first = self._numbered
+        self._numbered += len(lines)
+        try:
+            for line in lines:
+                process.stdin.write(line + "\n")
+            process.stdin.flush()
+            for _ in lines:
+                reply = process.stdout.readline()
+                if not reply:
+                    raise BrokenPipeError
+                on_done(json.loads(reply)["done"] - first)
+        except BrokenPipeError:
+            message = last_line(self._log)
+            self.close()
+            raise InfraError(f"the process that traces died: {message}", "the same command goes on") from None
+        except BaseException:
+            self.close()  # interrupted in the middle: what it still traces is nobody's
+            raise
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._tell("importing torch and DeepSpeed to trace on virtual devices")
+        self._numbered = 0
+        self._log = log_file()
+        environ = os.environ | {
+            "DS_ACCELERATOR": self._accelerator,
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        # Its own session: Ctrl-C in the terminal is the controller's to handle.
+        self._process = subprocess.Popen(
+            leashed([sys.executable, "-m", "autotune.probe.virtual.tracer"]),
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            message = last_line(self._log)
+            self.close()
+            raise InfraError(
+                f"the process that traces did not start: {message}",
+                "run `python -m autotune.probe.virtual.tracer < /dev/null` to see more",
+            )
+        return self._process

@@ -1,0 +1,109 @@
+"""One job in its own process: the engine on its device, then each run in a fork of it, each with its tape."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import torch
+
+from autotune.candidate import Candidate
+from autotune.probe.torchrun.meters import host_storages
+from autotune.probe.virtual import device, kernels, world
+from autotune.probe.virtual.compute import VirtualRecorder
+from autotune.probe.virtual.engine import Engine
+from autotune.probe.virtual.recorder import OverBudget
+from autotune.probe.virtual.replay import outside_bytes
+from autotune.probe.virtual.scope import Scope
+from autotune.probe.virtual.tape import Place, TapeWriter
+from autotune.probe.virtual.tracer import Job, failure_of, write_error
+from autotune.workload.checkpointing import CheckpointingError, HostInput, find_blocks
+
+
+class Session:
+    """What a job's runs share.
+
+    Args:
+        job: what is to be traced.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        writer = TapeWriter()
+        self.recorder = VirtualRecorder(writer, Scope(writer))
+        self.now = "load"
+
+    def start(self) -> None:
+        """Build the model and initialise DeepSpeed."""
+        job, recorder = self.job, self.recorder
+        kernels.replace_deepspeed_operations(recorder)
+        device.adapt_torch()
+        recorder.budget = job.machine.device_memory_bytes - outside_bytes(job.machine)
+        if job.machine.accelerator == "cpu":
+            world.hold_as_gloo()
+            place = torch.device("cpu")
+            recorder.host_is_device = True
+            HostInput.ledger = recorder.expect_host
+        else:
+            device.register()
+            kernels.use_cuda_kernels(job.machine.device)
+            place = device.use_virtual_device(job.rank, job.machine, recorder)
+        world.join_world(job.rank, job.machine)
+        first = job.runs[0][0]
+        self.engine = Engine(job.workload, job.machine, job.deepspeed_config, job.rank, place, recorder)
+        # Garbage is collected between phases only, so that a storage in a cycle dies at the same point every time.
+        gc.disable()
+        try:
+            with recorder:
+                self.engine.build(first.zero_stage, first.precision, fill=False)
+                recorder.writer.facts |= self._facts()
+                self.engine.initialise()
+        except OverBudget:
+            recorder.writer.facts["cut"] = True
+        finally:
+            self.now = self.engine.now
+
+    def run(self, candidate: Candidate, path: str) -> None:
+        """Two optimizer steps of a candidate, to a tape file."""
+        writer = self.recorder.writer
+
+        def escape(error: Exception) -> None:
+            self.now = self.engine.now
+            if isinstance(error, OverBudget):
+                writer.facts["cut"] = True
+                self._save(path)
+            else:
+                write_error(path, failure_of(error, str(self.now)))
+            os._exit(0)
+
+        self.recorder.escape = escape
+        if "cut" not in writer.facts:
+            try:
+                with self.recorder:
+                    self.engine.checkpoint(candidate)
+                    for _ in range(2):
+                        self.engine.step(candidate.micro_batch, self.job.micro_steps)
+            except OverBudget:
+                writer.facts["cut"] = True
+            finally:
+                self.now = self.engine.now
+        self._save(path)
+
+    def _save(self, path: str) -> None:
+        tape = self.recorder.writer.tape()
+        if self.recorder.host_is_device and hasattr(self.engine, "engine"):
+            owned = {self.recorder.ident(torch.empty(0).set_(s)) for s in host_storages(self.engine.engine)}
+            tape.rows["place"][[int(i) in owned for i in tape.rows["ident"]]] = Place.HOST
+        part = Path(path).with_suffix(".part.npz")
+        tape.save(part)
+        os.replace(part, path)
+
+    def _facts(self) -> dict[str, object]:
+        model = self.engine.model
+        try:
+            name, blocks = find_blocks(model)
+        except CheckpointingError:
+            name, blocks = "", []
+        sizes = [int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad]
+        return {"blocks": name, "depth": len(blocks), "parameters": sizes}
