@@ -47,7 +47,7 @@ def prepare(operations: bool) -> None:
     if model_type := os.environ.get(MODEL_TYPE):
         with contextlib.suppress(ImportError):  # a type whose module has another name is imported by the ranks
             importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    with _compiling():
+    with _compiling() if operations else contextlib.nullcontext():
         for builder in _builders() if operations else []:
             name = builder().name
             compiled = (_build_directory(name) / f"{name}.so").exists()

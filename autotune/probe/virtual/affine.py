@@ -45,4 +45,6 @@ def at_micro_batch(one: Tape, two: Tape, micro_batches: tuple[int, int], wanted:
         if column == "size" and np.any(grown % (high - low)):
             raise NotAffineError("a size does not grow in whole bytes")
         rows[column][where] = first + grown // (high - low)
+        if np.any(rows[column][where] < 0):
+            raise NotAffineError(f"a {column} would become negative")
     return Tape(rows, one.names, one.roles, one.facts)

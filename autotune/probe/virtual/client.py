@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ class Tracer:
     def __init__(self, machine: Machine, tell: Tell) -> None:
         self._accelerator, self._tell = machine.accelerator, tell
         self._process: subprocess.Popen[str] | None = None
+        self._numbered = 0
 
     def run(self, jobs: Sequence[Job], on_done: Callable[[int], None] = lambda index: None) -> None:
         """Trace jobs; afterwards each run has its tape or its error file.
@@ -55,7 +57,10 @@ class Tracer:
         if process is not None:
             kill_tree(process.pid)
             process.wait()
-            self._log.close()
+            for end in (process.stdin, process.stdout, self._log):
+                assert end is not None
+                with contextlib.suppress(BrokenPipeError):  # a request that it did not live to read
+                    end.close()
 
     def _request(self, lines: Sequence[str], on_done: Callable[[int], None]) -> None:
         if not lines:
@@ -85,6 +90,7 @@ class Tracer:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
+        self.close()  # what is left of one that died between two requests
         self._tell("importing torch and DeepSpeed to trace on virtual devices")
         self._numbered = 0
         self._log = log_file()
@@ -106,7 +112,12 @@ class Tracer:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        if not self._process.stdout.readline():
+        try:
+            ready = self._process.stdout.readline()
+        except BaseException:
+            self.close()  # interrupted in the middle: the next reply would be taken for that of a job
+            raise
+        if not ready:
             message = last_line(self._log)
             self.close()
             raise InfraError(

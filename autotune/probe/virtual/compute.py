@@ -6,7 +6,9 @@ hundred thousand times, mostly the same. Shapes in decide shapes out, so answers
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -30,6 +32,7 @@ _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _SET_DATA = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
+_FROM_FLOATS = {"aten::arange", "aten::range"}  # floats decide the shape
 _PLAIN = (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -61,6 +64,8 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
             return self._item(args[0])
         if func is _ADD and self.scratch is not None and _accumulates(args, sys._getframe(1)):
             func = _ADD_IN_PLACE
+        if kwargs.get("pin_memory"):  # there is nothing here to pin memory for: the tape is told
+            return self.pinned(func(*args, **kwargs | {"pin_memory": None}))
         key = _key(func, args, kwargs)
         answer = self._answers.get(key) if key is not None else None
         if answer is not None:
@@ -106,6 +111,8 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
         with self.meta():
             out = func(*args, **kwargs)
             out = self.wrap(out, device) if isinstance(out, Tensor) else [self.wrap(part, device) for part in out]
+        if self.scope.inside:
+            self.scope.module()  # its backward is the module's, too
         if "_value" in base.__dict__:
             self.values.view(func, args, kwargs, out)
         return out
@@ -116,7 +123,7 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
             known = tensor.constant if tensor.constant is not None else self.values.of(tensor)
         if known is not None:
             value = torch.ops.aten._local_scalar_dense.default(known)
-        elif self.scope.inside:
+        elif self.scope.inside or _in_custom_backward():
             raise self.untraceable("aten::_local_scalar_dense", "the value of a tensor, as in .item() or if tensor:")
         else:
             # Zero is the answer on which DeepSpeed takes the step: no overflow, no norm to clip.
@@ -136,8 +143,10 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
                 return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             real = self.values.run(func, args, kwargs)
-            if not isinstance(real, Tensor):
+            if real is None:
                 raise self.untraceable(func.name(), "its result depends on the values of tensors") from error
+            if not isinstance(real, Tensor):
+                return real
             with self.fake:
                 return torch.empty(real.shape, dtype=real.dtype, device=args[0].device)
         except UnsupportedOperatorException as error:
@@ -149,6 +158,24 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
         """The error that says so, to be raised."""
         module = self.writer.text(self.scope.module())
         return self.failing(NotTraceable(f"{operation} in {module or 'the model'} ({why})"))
+
+
+_READS = (
+    (".numpy()", re.compile(r"\.numpy\(\) is not supported")),
+    ("a kernel of its own", re.compile(r"[Cc]annot access (the )?data pointer")),
+    ("a copy of its data", re.compile(r"Cannot copy out of meta tensor")),
+)
+
+
+def reads_memory(error: Exception) -> str | None:
+    """What has tried to read the memory of a tensor, where it is that which torch complains of."""
+    return next((what for what, pattern in _READS if pattern.search(str(error))), None)
+
+
+def _in_custom_backward() -> bool:
+    """Whether the backward of a model's own autograd.Function runs."""
+    function = getattr(torch._C._current_autograd_node(), "_forward_cls", None)
+    return function is not None and not function.__module__.startswith(("torch.", "deepspeed."))
 
 
 def _accumulates(args: Any, caller: FrameType) -> bool:
@@ -249,7 +276,7 @@ class _Answer:
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """What decides the shapes of a result; None where more than shapes does."""
-    if func.namespace == "c10d" or func.name().partition(".")[0] in _SET_DATA:
+    if _beyond_shapes(func):
         return None
     parts: list[Any] = [func]
     if not _sign(args, parts):
@@ -259,6 +286,14 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
         if not _sign((value,), parts):
             return None
     return tuple(parts)
+
+
+@cache
+def _beyond_shapes(func: Any) -> bool:
+    """Whether values decide the shape of a result, or memory that is no argument."""
+    name = func.name().partition(".")[0]
+    by_value = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    return func.namespace == "c10d" or name in _SET_DATA or name in _FROM_FLOATS or by_value
 
 
 def _sign(values: Any, parts: list[Any]) -> bool:

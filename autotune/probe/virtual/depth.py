@@ -9,6 +9,7 @@ tapes give b and neighbouring copies c; where they do not agree, the structure d
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,13 @@ from autotune.probe.virtual.depth_text import MODULE, Ints, Names, NotExtendable
 from autotune.probe.virtual.headroom import DRIFT, HEADROOM
 from autotune.probe.virtual.tape import Kind, Tape
 
-__all__ = ["NotExtendable", "extend", "least_depth"]
+__all__ = ["NEVER", "NotExtendable", "extend", "least_depth"]
+
+NEVER = 1 << 40
+"""More blocks than any model has."""
+
+_DEFAULT_LIMIT, _DEFAULT_BUCKET = 1_000_000_000, 500_000_000  # of stage 3, in elements
+_ALLREDUCE_BUCKET = 500_000_000  # elements that are reduced at a time at stage 0: MEMORY_OPT_ALLREDUCE_SIZE
 
 
 def extend(shallow: Tape, deeper: Tape, copies: int, blocks: str) -> Tape:
@@ -43,15 +50,50 @@ def extend(shallow: Tape, deeper: Tape, copies: int, blocks: str) -> Tape:
     rows["op"] = names.moved(rows["op"], copies)
     rows["ident"], rows["size"], rows["module"] = values.T
     _check(rows)
-    if not np.array_equal(names.templates(listed)[values[:, MODULE]], second.template[source]):
+    module = values[:, MODULE]
+    known = module.min() >= 0 and module.max() < len(listed)
+    if not known or not np.array_equal(names.templates(listed)[module], second.template[source]):
         raise NotExtendable("modules are not named alike in all blocks")
     roles = second.role[source]
     said = {int(rows["ident"][at]): second.roles[roles[at]] for at in np.flatnonzero(roles)}
     return Tape(rows, listed, said, _facts(shallow.facts, deeper.facts, copies))
 
 
-def least_depth(block_parameters: int, period: int, config: dict[str, Any]) -> int:
-    return 8
+def least_depth(block_parameters: int, period: int, config: dict[str, Any], parameters: int = 0, ranks: int = 1) -> int:
+    """How many blocks the shallow tape needs at least, so that `extend` finds what repeats.
+
+    At stage 3, blocks near the beginning and the end of a pass differ from those between: as far as DeepSpeed fetches
+    ahead and keeps parameters for another use. `stage3_max_live_parameters` and `stage3_max_reuse_distance` limit
+    both; with a limit of 2.2 blocks, backward has so many such blocks that 7 are enough, with 3.3 blocks 12, with 4.6
+    blocks 16. Where the blocks of a period are not treated alike, each sort of them needs that, less one. `extend`
+    refuses what is too shallow.
+
+    What happens less than once in a period, such as a full bucket or a new group of parameters, is not in two shallow
+    tapes: there is no depth then.
+
+    Args:
+        block_parameters: elements of one block.
+        period: blocks that the two tapes differ by.
+        config: DeepSpeed's, of the deep model.
+        parameters: elements of the whole deep model; 0 where that is not known.
+        ranks: over which they are partitioned.
+
+    Returns:
+        A number of blocks, `NEVER` for none that is enough.
+    """
+    zero = config["zero_optimization"]
+    elements = block_parameters * period
+    if zero["stage"] != 3:
+        alike = 0 < parameters <= _ALLREDUCE_BUCKET or elements > _ALLREDUCE_BUCKET
+        return 6 * period if zero["stage"] == 0 and alike else NEVER
+    if zero.get("reduce_bucket_size", _DEFAULT_BUCKET) >= 1.5 * elements:  # the parameter that no longer fits counts
+        return NEVER
+    if parameters / ranks > 0.99 * zero.get("sub_group_size", _DEFAULT_LIMIT):  # partitions are padded
+        return NEVER
+    limits = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+    reach = max(float(zero.get(name, _DEFAULT_LIMIT)) for name in limits) / block_parameters
+    least = max(4 * math.ceil(reach) - 4, 6)
+    return least if period == 1 else period * (least - 1)
 
 
 def _numbers(first: Text, second: Text, found: list[Loop], copies: int) -> tuple[Ints, Ints]:
@@ -64,6 +106,8 @@ def _numbers(first: Text, second: Text, found: list[Loop], copies: int) -> tuple
         raise NotExtendable("the deeper tape has not as many rows more as its loops have")
     more = np.empty_like(second.values)  # of each number, with one period more
     more[~inserted] = second.values[~inserted] - first.values
+    if np.any(more[~inserted] < 0):
+        raise NotExtendable("something has a smaller number or size where the model is deeper")
     step = np.zeros_like(second.values)  # from copy to copy
     source, copy = [], []
     at = 0

@@ -9,8 +9,6 @@ import numpy as np
 
 from autotune.probe.virtual.depth_text import SIZE, Hashes, Ints, NotExtendable, Text, hashed
 
-_WINDOW = 400  # rows that are compared to find out how two texts go on after a difference
-
 
 @dataclass(frozen=True, slots=True)
 class Loop:
@@ -121,13 +119,17 @@ def _differences(
         here, there = here + equal, there + equal
         if here == len(strict) and there == len(more_strict):
             return
-        best, length = 0, -1
-        for candidate in (0, *repeats.before(there, missing - before, one)):
+        best, length = (0, 0), -1
+        candidates = repeats.before(there, missing - before, one)
+        if not one or (_breaks(strict, here, one) and _breaks(more_strict, there, one)):
+            candidates = [0, *candidates]
+        for candidate in candidates:
             onward = there + candidate
-            alike = _common(lax[here : here + _WINDOW], more_lax[onward : onward + _WINDOW])
-            score = int(np.count_nonzero(strict[here : here + alike] == more_strict[onward : onward + alike]))
+            alike = _common(lax[here:], more_lax[onward:])
+            equal = int(np.count_nonzero(strict[here : here + alike] == more_strict[onward : onward + alike]))
+            score = (equal, alike)
             if here == len(strict):
-                score = int(onward == len(more_strict))
+                score = (int(onward == len(more_strict)), 0)
             if score > best:
                 best, length = score, candidate
         if length < 0:
@@ -137,6 +139,11 @@ def _differences(
             there, before = there + length, before + length
         else:
             here, there = here + 1, there + 1  # the same row with other numbers
+
+
+def _breaks(text: Hashes, at: int, one: int) -> bool:
+    """Whether a row is not what it was one copy before."""
+    return at < one or (at < len(text) and text[at] != text[at - one])
 
 
 def _since(text: Hashes, begin: int, end: int, one: int) -> int:
@@ -190,7 +197,14 @@ class _Repeats:
         earlier = self._prefix[at] - self._prefix[at - lengths]
         found = lengths[after == earlier * self._powers[lengths]]
         text = self._text
-        return [int(n) for n in found if np.array_equal(text[at : at + n], text[at - n : at])]
+        return [
+            int(n) for n in found if np.array_equal(text[at : at + n], text[at - n : at]) and self._often(at, int(n))
+        ]
+
+    def _often(self, at: int, length: int) -> bool:
+        """Whether rows repeat not just what was before them, but what was twice before."""
+        one = _units(self._text[at : at + length])[0]
+        return _since(self._text, 0, at + length, one) <= at - 2 * one
 
 
 def _alike(rows: Ints, pattern: Ints) -> bool:

@@ -75,7 +75,7 @@ class Text:
 
     Attributes:
         strict: equal where two rows are, except for numbers of storages, events and blocks.
-        lax: equal also where sizes and floating-point operations differ.
+        lax: equal also where sizes and floating-point operations differ, as they may outside of blocks.
         values: storage or event number (or what else `ident` is), size, index of the module's name.
         template: the module's name without its block's number, as a number.
         role: of the storage that is born, an index into `roles`; 0 for none.
@@ -95,9 +95,11 @@ class Text:
         self.role[born] = known[1:]
         said = np.array([names.number(f"role {role}") for role in self.roles])[self.role]
         op = np.array([names.number(f"op {name}") for name in tape.names])[rows["op"]]
-        numbered = np.isin(rows["kind"], _NUMBERED)
-        self.lax = hashed(rows["kind"], rows["place"], rows["stream"], op, self.template, said)
-        self.strict = hashed(self.lax, np.where(numbered, 0, rows["ident"]), rows["size"])
+        amount = np.where(np.isin(rows["kind"], _NUMBERED), 0, rows["ident"])
+        of_block = np.array([names.split(name)[1] >= 0 for name in tape.names])[rows["module"]]
+        inside = hashed(amount, rows["size"]) * of_block
+        self.lax = hashed(rows["kind"], rows["place"], rows["stream"], op, self.template, said, inside)
+        self.strict = hashed(self.lax, amount, rows["size"])
         columns = (rows["ident"], rows["size"], rows["module"])
         self.values: Ints = np.stack([column.astype(np.int64) for column in columns], axis=1)
 

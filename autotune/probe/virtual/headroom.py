@@ -37,6 +37,8 @@ def watch(facts: dict[str, Any]) -> None:
         gathers.clear()
         queue = list(getattr(self, f"{_COORDINATOR}param_queue") or ())
         fetch(self, module, forward)
+        if not self.is_complete_trace():
+            return  # nothing is fetched ahead yet, and everything is let go
         own = set(module.parameters(recurse=False))
         for live, params in gathers:
             fetched = set(params)

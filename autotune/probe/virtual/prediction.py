@@ -46,7 +46,8 @@ class Holder:
     Attributes:
         kind: parameters, gradients, optimizer state, communication buffers, activations, temporaries, allocator slack
             or outside the allocator.
-        name: the module of activations and temporaries (`gpt_neox.layers.*.mlp` for all blocks together), else "".
+        name: the module of activations and temporaries (`gpt_neox.layers.*.mlp` for all blocks together; cuBLAS'
+            workspaces are temporaries too), else "".
         bytes: held.
         count: how many blocks.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -73,17 +74,27 @@ class VirtualProber:
             self._tapes = Tapes(
                 self._workload, self._machine, self._tracer, self._description.source, self._folder / "tapes"
             )
-            self._tapes.knows(self._description.blocks, self._description.block_parameters)
+            self._tapes.knows(
+                self._description.blocks, self._description.block_parameters, self._description.parameters or 0
+            )
         return self._description
 
     def prepare(self, candidates: Sequence[Candidate], on_progress: Callable[[int, int], None]) -> None:
         """See Prober: traces what the candidates need, on all processors."""
         tapes = self._ready()
         unknown = [c for c in candidates if not self._prediction_path(c, self._config(c)).exists()]
-        first = [trace for c in unknown for trace in self._rank_traces(tapes, c)]
-        ranked = sum(1 for _ in first)
-        tapes.trace(first, lambda done, of: on_progress(done, of + len(unknown)))
-        rest = [trace for c in unknown for trace in tapes.needed(self._program(c, self._config(c)))]
+        ranked = 0
+
+        def ranking(done: int, of: int) -> None:
+            nonlocal ranked
+            ranked = of
+            on_progress(done, of + len(unknown))
+
+        tapes.trace([trace for c in unknown for trace in self._rank_traces(tapes, c)], ranking)
+        rest = []
+        for candidate in unknown:
+            with contextlib.suppress(Untraceable):  # probing it will tell
+                rest += tapes.needed(self._program(candidate, self._config(candidate)))
         tapes.trace(rest, lambda done, of: on_progress(ranked + done, ranked + of))
 
     def probe(self, request: ProbeRequest) -> Measurement:
@@ -130,17 +141,9 @@ class VirtualProber:
 
     def _predicted(self, candidate: Candidate, config: str) -> Prediction:
         path = self._prediction_path(candidate, config)
-        if path.exists():
-            found = json.loads(path.read_text())
-            if "failure" in found:
-                raise Untraceable(found["failure"])
-            return _prediction(found)
-        try:
-            prediction = self._replayed(candidate, config)
-        except Untraceable as failure:
-            record = {"kind": failure.kind, "phase": failure.phase, "message": failure.message} | failure.detail
-            _write(path, {"failure": record})
-            raise
+        with contextlib.suppress(FileNotFoundError, ValueError):  # none yet, or one that was cut short
+            return _prediction(json.loads(path.read_text()))
+        prediction = self._replayed(candidate, config)
         _write(path, prediction.to_dict())
         return prediction
 

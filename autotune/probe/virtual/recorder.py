@@ -40,6 +40,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch type
         live: bytes of storages alive on the device.
         escape: ends the process with an error that comes up inside of backward.
         host_is_device: host tensors count as the device's, as on an emulated device.
+        on_phase: is told the index of each Phase that begins.
     """
 
     def __init__(self, writer: TapeWriter, scope: Scope) -> None:
@@ -49,6 +50,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch type
         self.scratch: Callable[[Any, Any, Any, Any], list[int]] | None = None  # see scratch.py; on real tensors, theirs
         self.budget: int | None = None
         self.escape: Callable[[Exception], Any] | None = None
+        self.on_phase: Callable[[int], None] = lambda index: None
         self.live = 0
         self._storages: dict[int, tuple[int, int, int, weakref.ref[Any]]] = {}
         self._born_so_far = 0
@@ -189,6 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch type
         """Write that a phase begins; `name` is the phase's, or that of the step in which it is not told apart."""
         index = list(Phase).index(phase)
         self.writer.rows.append((Kind.PHASE, 0, 0, self.writer.name(name), 0, micro_step, index))
+        self.on_phase(index)
 
     def mark(self, kind: Kind, ident: int, stream: int) -> None:
         """Write something that streams, events or the allocator are told."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autotune.machine.machine import Machine
-from autotune.probe.virtual.allocator import AllocatorSettings, CachingAllocator, DeviceOutOfMemory
+from autotune.probe.virtual.allocator import MIN_BLOCK, AllocatorSettings, CachingAllocator, DeviceOutOfMemory
 from autotune.probe.virtual.prediction import DeviceOom, Holder, PhaseMemory
 from autotune.probe.virtual.tape import Kind, Place, Tape
 from autotune.workload.phase import Phase
@@ -32,7 +32,7 @@ class Replayed:
         retries: cache flushes.
         oom: where the device's memory ran out; what follows is then unknown.
         host, pinned: the most in any phase, of this rank.
-        holders: at the peak of the steady step, or where memory ran out.
+        holders: at the peak of the steady step, or when the request came that did not fit.
     """
 
     phases: dict[str, PhaseMemory] = field(default_factory=dict)
@@ -91,6 +91,10 @@ class _Plain:
     def reset_peaks(self) -> None:
         self.peak_allocated = self.peak_reserved = self.allocated
 
+    @property
+    def reserved(self) -> int:
+        return self.allocated
+
     def record_stream(self, ident: int, stream: int) -> None:
         pass
 
@@ -108,12 +112,14 @@ class _Player:
         capacity = machine.device_memory_bytes - self.outside
         caches = machine.accelerator != "cpu"
         self.allocator: CachingAllocator | _Plain = CachingAllocator(capacity, settings) if caches else _Plain(capacity)
+        self.block = MIN_BLOCK if caches else 1
         self.workspace = int(machine.cublas_workspace_mib * MIB)
         self.matmuls = {i for i, name in enumerate(tape.names) if name.partition(".")[0] in _MATMULS}
         self.result = Replayed()
         self.phase = ""
         self.host = self.pinned = self.host_peak = self.pinned_peak = 0
-        self.peak_row = 0
+        self.workspaces: set[tuple[bool, int]] = set()
+        self.peak_row = self.peak_workspaces = self.held = 0
         self.peak = -1
 
     def play(self) -> None:
@@ -132,10 +138,10 @@ class _Player:
                 error.allocated_bytes,
                 error.reserved_bytes,
             )
-            self.peak_row = row
+            self._peaked(row - 1)
         self._close()
         self.result.retries = self.allocator.retries
-        self.result.holders = holders(self.tape, self.peak_row)
+        self.result.holders = self._holders()
         for phase in STEADY:
             memory = self.result.phases.get(phase, PhaseMemory())
             self.result.peak_allocated = max(self.result.peak_allocated, memory.allocated)
@@ -150,7 +156,6 @@ class _Player:
         tape, allocator, names = self.tape, self.allocator, self.tape.names
         malloc, free = allocator.malloc, allocator.free
         places: dict[int, int] = {}
-        workspaces: set[tuple[bool, int]] = set()
         on_host = {i for i, name in enumerate(names) if name == "aten::_local_scalar_dense"}
         index = 0
         for index, (kind, place, stream, op, _module, ident, size) in enumerate(tape.rows.tolist()):
@@ -159,7 +164,7 @@ class _Player:
                     self.row = index
                     malloc(ident, size, stream)
                     if self.steady and allocator.allocated > self.peak:
-                        self.peak, self.peak_row = allocator.allocated, index
+                        self._peaked(index)
                 else:
                     places[ident] = place
                     self._on_host(place, size)
@@ -172,10 +177,12 @@ class _Player:
                 if op in self.matmuls and place == Place.DEVICE and self.workspace:
                     # one for each handle, and the thread that runs backward has a handle of its own
                     key = (self.within == Phase.BACKWARD, stream)
-                    if key not in workspaces:
-                        workspaces.add(key)
+                    if key not in self.workspaces:
                         self.row = index
-                        malloc(_WORKSPACE + len(workspaces), self.workspace, stream)
+                        malloc(_WORKSPACE + len(self.workspaces), self.workspace, stream)
+                        self.workspaces.add(key)
+                        if self.steady and allocator.allocated > self.peak:
+                            self._peaked(index)
                 elif op in on_host:
                     allocator.synchronize(stream)
             elif kind == Kind.PHASE:
@@ -183,6 +190,8 @@ class _Player:
                 self.phase, self.within = names[op], (list(Phase)[size] if names[op] == FIRST_STEP else names[op])
                 self.steady = self.phase in STEADY
                 allocator.reset_peaks()
+                if self.steady and allocator.allocated > self.peak:
+                    self._peaked(index)
                 self.host_peak, self.pinned_peak = self.host, self.pinned
             elif kind == Kind.RECORD_STREAM:
                 if ident not in places:
@@ -201,6 +210,22 @@ class _Player:
     steady = False
     within: str = ""
     row = 0
+
+    def _peaked(self, row: int) -> None:
+        """Remember the moment after a row, of which it is to be said who holds what."""
+        self.peak, self.held = self.allocator.allocated, self.allocator.reserved
+        self.peak_row, self.peak_workspaces = row, len(self.workspaces)
+
+    def _holders(self) -> list[Holder]:
+        found = holders(self.tape, self.peak_row, self.block)
+        size = -(-self.workspace // MIN_BLOCK) * MIN_BLOCK
+        if self.peak_workspaces:
+            found.append(Holder("temporaries", "cuBLAS workspace", self.peak_workspaces * size, self.peak_workspaces))
+        if self.held > self.peak >= 0:
+            found.append(Holder("allocator slack", "", self.held - self.peak))
+        if self.outside:
+            found.append(Holder("outside the allocator", "", self.outside))
+        return sorted(found, key=lambda holder: -holder.bytes)
 
     def _on_host(self, place: int, size: int) -> None:
         if place == Place.PINNED:
@@ -226,31 +251,27 @@ class _Player:
         )
 
 
-def holders(tape: Tape, row: int) -> list[Holder]:
-    """What is live on the device just after a row of a tape, by what it is, the largest first."""
+def holders(tape: Tape, row: int, block: int) -> list[Holder]:
+    """What is live on the device just after a row of a tape, by what it is; sizes are rounded up to `block` bytes."""
     rows = tape.rows[: row + 1]
     born = rows[(rows["kind"] == Kind.ALLOC) & (rows["place"] == Place.DEVICE)]
     dead = np.isin(born["ident"], rows["ident"][rows["kind"] == Kind.FREE])
     phase_rows = np.flatnonzero(rows["kind"] == Kind.PHASE)
     positions = np.flatnonzero((rows["kind"] == Kind.ALLOC) & (rows["place"] == Place.DEVICE))[~dead]
     where = np.searchsorted(phase_rows, positions, side="right") - 1
-    forward = {i for i, name in enumerate(tape.names) if name in (Phase.FORWARD, FIRST_STEP)}
-    current = len(phase_rows) - 1
+    forward = list(Phase).index(Phase.FORWARD)
     sums: dict[tuple[str, str], list[int]] = {}
     for position, at in zip(positions.tolist(), where.tolist(), strict=True):
         _, _, _, _, module, ident, size = rows[position].tolist()
         name = ""
         kind = tape.roles.get(ident)
         if kind is None:
-            begun = rows[phase_rows[at]]
-            kept = int(begun["op"]) in forward and (at != current or tape.names[int(begun["op"])] == Phase.FORWARD)
-            kind = "activations" if kept else "temporaries"
+            kind = "activations" if at >= 0 and rows["size"][phase_rows[at]] == forward else "temporaries"
             name = erased(tape.names[module])
         entry = sums.setdefault((kind, name), [0, 0])
-        entry[0] += -(-size // 512) * 512
+        entry[0] += -(-size // block) * block
         entry[1] += 1
-    found = [Holder(kind, name, size, count) for (kind, name), (size, count) in sums.items()]
-    return sorted(found, key=lambda holder: -holder.bytes)
+    return [Holder(kind, name, size, count) for (kind, name), (size, count) in sums.items()]
 
 
 def erased(module: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Scope:
             if torch.is_grad_enabled():
                 # autograd has numbered the node of this operation by now, one below the next number
                 self._by_node[torch.autograd._get_sequence_nr() - 1] = self._stack[-1]  # type: ignore[attr-defined]
+            else:  # perhaps inside of a custom autograd.Function, whose node is numbered before it runs
+                self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, self._stack[-1])  # type: ignore[attr-defined]
             return self._stack[-1]
         node = torch._C._current_autograd_node()
         return self._by_node.get(node._sequence_nr(), 0) if node is not None else 0
@@ -47,6 +50,13 @@ class Scope:
     def inside(self) -> bool:
         """Whether a module of the model is being called."""
         return bool(self._stack)
+
+    def where(self, error: BaseException) -> int:
+        """The index of the name of the innermost module of the model that an error came through, 0 for none."""
+        found = 0
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            found = self._names.get(id(frame.f_locals.get("self")), found)
+        return found
 
     def forget(self) -> None:
         """A step is over: its graph is gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 
 from autotune.candidate import Candidate
 from autotune.probe.torchrun.meters import host_storages
-from autotune.probe.virtual import device, kernels, world
-from autotune.probe.virtual.compute import VirtualRecorder
+from autotune.probe.virtual import device, headroom, kernels, world
+from autotune.probe.virtual.compute import NotTraceable, VirtualRecorder, reads_memory
 from autotune.probe.virtual.engine import Engine
 from autotune.probe.virtual.recorder import OverBudget
 from autotune.probe.virtual.replay import outside_bytes
@@ -19,6 +20,7 @@ from autotune.probe.virtual.scope import Scope
 from autotune.probe.virtual.tape import Place, TapeWriter
 from autotune.probe.virtual.tracer import Job, failure_of, write_error
 from autotune.workload.checkpointing import CheckpointingError, HostInput, find_blocks
+from autotune.workload.phase import Phase
 
 
 class Session:
@@ -33,23 +35,32 @@ class Session:
         writer = TapeWriter()
         self.recorder = VirtualRecorder(writer, Scope(writer))
         self.now = "load"
+        self._reached = mmap.mmap(-1, 1)  # shared with the forks, which may die without a word
+
+    @property
+    def reached(self) -> str:
+        """The phase that this process or the last of its forks has reached."""
+        return str(list(Phase)[self._reached[0]])
 
     def start(self) -> None:
         """Build the model and initialise DeepSpeed."""
         job, recorder = self.job, self.recorder
+        recorder.on_phase = lambda index: self._reached.__setitem__(0, index)
         kernels.replace_deepspeed_operations(recorder)
         device.adapt_torch()
-        recorder.budget = job.machine.device_memory_bytes - outside_bytes(job.machine)
         if job.machine.accelerator == "cpu":
             world.hold_as_gloo()
             place = torch.device("cpu")
             recorder.host_is_device = True
             HostInput.ledger = recorder.expect_host
         else:
+            recorder.budget = job.machine.device_memory_bytes - outside_bytes(job.machine)
+            HostInput.current = classmethod(lambda cls: cls(pin_memory=True))  # type: ignore[method-assign,assignment]
             device.register()
             kernels.use_cuda_kernels(job.machine.device)
             place = device.use_virtual_device(job.rank, job.machine, recorder)
         world.join_world(job.rank, job.machine)
+        headroom.watch(recorder.writer.facts)
         first = job.runs[0][0]
         self.engine = Engine(job.workload, job.machine, job.deepspeed_config, job.rank, place, recorder)
         # Garbage is collected between phases only, so that a storage in a cycle dies at the same point every time.
@@ -86,6 +97,11 @@ class Session:
                         self.engine.step(candidate.micro_batch, self.job.micro_steps)
             except OverBudget:
                 writer.facts["cut"] = True
+            except RuntimeError as error:
+                if (wanted := reads_memory(error)) is None:
+                    raise
+                module = writer.text(self.recorder.scope.where(error)) or "the model"
+                raise NotTraceable(f"{wanted} in {module} (tensors have no memory here to be read)") from error
             finally:
                 self.now = self.engine.now
         self._save(path)
@@ -95,7 +111,7 @@ class Session:
         if self.recorder.host_is_device and hasattr(self.engine, "engine"):
             owned = {self.recorder.ident(torch.empty(0).set_(s)) for s in host_storages(self.engine.engine)}
             tape.rows["place"][[int(i) in owned for i in tape.rows["ident"]]] = Place.HOST
-        part = Path(path).with_suffix(".part.npz")
+        part = Path(path).with_suffix(f".{os.getpid()}.npz")
         tape.save(part)
         os.replace(part, path)
 

@@ -79,14 +79,20 @@ class Tape:
         """The tape that `save` wrote.
 
         Raises:
-            OSError, ValueError, KeyError: there is none, or it is not whole.
+            OSError: there is none, or it cannot be read.
+            ValueError: it is not whole.
         """
-        with np.load(path, allow_pickle=False) as file:
-            text = json.loads(file["text"].tobytes())
-            rows = np.empty(len(file["kind"]), dtype=list(COLUMNS.items()))
-            for name in COLUMNS:
-                rows[name] = file[name]
-        return cls(rows, text["names"], dict(text["roles"]), text["facts"])
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                text = json.loads(file["text"].tobytes())
+                rows = np.empty(len(file["kind"]), dtype=list(COLUMNS.items()))
+                for name in COLUMNS:
+                    rows[name] = file[name]
+            return cls(rows, text["names"], dict(text["roles"]), text["facts"])
+        except OSError:
+            raise
+        except Exception as error:  # numpy, zipfile, zlib and json each have their own
+            raise ValueError(f"{path} is no whole tape: {error}") from error
 
 
 class TapeWriter:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.candidate import Candidate
+from autotune.errors import InfraError
 from autotune.machine.machine import Machine
 from autotune.probe.virtual.affine import NotAffineError, at_micro_batch
 from autotune.probe.virtual.client import Tracer
@@ -94,11 +95,12 @@ class Tapes:
             "code": code_digest(),
         }
         self._folder = folder
-        self.blocks, self.block_parameters = 0, 0
+        self._crashes: dict[Path, dict[str, Any]] = {}
+        self.blocks, self.block_parameters, self.parameters = 0, 0, 0
 
-    def knows(self, blocks: int, block_parameters: int) -> None:
-        """Learn how many alike blocks the model has, and how many parameters the smallest of them."""
-        self.blocks, self.block_parameters = blocks, block_parameters
+    def knows(self, blocks: int, block_parameters: int, parameters: int) -> None:
+        """Learn how many alike blocks the model has, how many parameters the smallest of them, and how many in all."""
+        self.blocks, self.block_parameters, self.parameters = blocks, block_parameters, parameters
 
     def key(self, *parts: object) -> str:
         """A digest of everything that a result depends on, and of what tells it from others."""
@@ -121,7 +123,7 @@ class Tapes:
         missing: dict[str, Trace] = {}
         for trace in traces:
             path = self._path(trace)
-            if not path.exists() and not error_path(str(path)).exists():
+            if not path.exists() and not error_path(str(path)).exists() and path not in self._crashes:
                 missing.setdefault(str(path), trace)
         groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for text, trace in missing.items():
@@ -177,11 +179,21 @@ class Tapes:
 
     def _load(self, trace: Trace) -> Tape:
         path = self._path(trace)
-        if not path.exists():
-            self.trace([trace])
-        if (failure := error_path(str(path))).exists():
-            raise Untraceable(json.loads(failure.read_text()))
-        return Tape.load(path)
+        for _ in range(2):
+            if not path.exists():
+                self.trace([trace])
+            if path in self._crashes:
+                raise Untraceable(self._crashes[path])
+            if (failure := error_path(str(path))).exists():
+                found = json.loads(failure.read_text())
+                if found["kind"] != "invalid":  # which may be the trouble of one day
+                    self._crashes[path] = found
+                    failure.unlink()
+                raise Untraceable(found)
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                return Tape.load(path)
+            path.unlink(missing_ok=True)  # cut short, when a disk was full or a machine went down
+        raise InfraError(f"no tape could be written to {path.parent}", "see whether that disk is full")
 
     def _depths(self, program: Program) -> list[int]:
         """Two depths from which the model's own can be extended; none where it is traced in full."""
@@ -189,7 +201,10 @@ class Tapes:
         if candidate.zero_stage in (1, 2) or not self.blocks or self._depth_field() is None:
             return []  # partition boundaries cut through the model anywhere
         period = PERIODS[candidate.checkpoint_blocks]
-        least = least_depth(self.block_parameters, period, json.loads(program.config))
+        config = json.loads(program.config)
+        least = least_depth(
+            self.block_parameters, period, config, parameters=self.parameters, ranks=self._machine.world_size
+        )
         first = least + (self.blocks - least) % period
         return [first, first + period] if first + 2 * period < self.blocks else []
 

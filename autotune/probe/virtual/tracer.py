@@ -7,10 +7,12 @@ have in common. A run ends as one tape file.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -73,9 +75,12 @@ def error_path(path: str) -> Path:
 def main() -> None:
     """Serve jobs until stdin ends."""
     die_with_parent()
+    # What models and libraries print goes where errors go: stdout is for replies.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     _import()
-    print(json.dumps({"ready": True}), flush=True)
-    running: dict[int, int] = {}
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    running: dict[int, tuple[int, str]] = {}
     waiting: list[tuple[int, str]] = []
     number, buffer, ended = 0, b"", False
     most = len(os.sched_getaffinity(0))
@@ -90,12 +95,15 @@ def main() -> None:
                 number += 1
         while waiting and len(running) < most:
             index, text = waiting.pop(0)
-            running[_fork(lambda text=text: _answer(text))] = index  # type: ignore[misc]
+            running[_fork(lambda text=text: _answer(text))] = index, text  # type: ignore[misc]
         while running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            print(json.dumps({"done": running.pop(pid), "status": status}), flush=True)
+            index, text = running.pop(pid)
+            if status:
+                _bury(text, status)
+            print(json.dumps({"done": index}), file=replies, flush=True)
 
 
 def _import() -> None:
@@ -115,6 +123,7 @@ def _fork(work: Callable[[], None]) -> int:
     code = 1
     try:
         die_with_parent()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody answers a model that asks
         work()
         code = 0
     finally:
@@ -151,42 +160,66 @@ def _serve(job: Job) -> None:
                 write_error(path, failure)
 
         _, status = os.waitpid(_fork(run), 0)
-        if status and not Path(path).exists() and not error_path(path).exists():
-            write_error(path, {"kind": "crashed", "phase": str(session.now), "message": f"the tracer died ({status})"})
+        if status:
+            _mourn(path, status, session.reached)
+
+
+def _bury(line: str, status: int) -> None:
+    """Where the process of a job ended before its runs did: say so in place of each of them."""
+    request = json.loads(line)
+    for _, path in request.get("runs", []):
+        with contextlib.suppress(OSError):
+            _mourn(path, status, Phase.LOAD)
+
+
+def _mourn(path: str, status: int, phase: str) -> None:
+    if Path(path).exists() or error_path(path).exists():
+        return
+    code = os.waitstatus_to_exitcode(status)
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    write_error(path, {"kind": "crashed", "phase": str(phase), "message": f"the process that traced it {end}"})
 
 
 def _failing(session: Any, work: Callable[[], None]) -> dict[str, Any] | None:
     """Do some work; where it fails, say how."""
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - whatever a model, DeepSpeed or torch raises is this candidate's outcome
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a model raises is this candidate's outcome
         return failure_of(error, str(session.now))
     return None
 
 
-def failure_of(error: Exception, phase: str) -> dict[str, Any]:
+def failure_of(error: Exception | SystemExit, phase: str) -> dict[str, Any]:
     """What an error means: the candidate is invalid, cannot be traced, or crashes."""
     from autotune.probe.torchrun.failure import classify
     from autotune.probe.virtual.compute import NotTraceable
     from autotune.workload.build import FactoryError
     from autotune.workload.checkpointing import CheckpointingError
 
+    if isinstance(error, SystemExit):
+        return {"kind": "crashed", "phase": phase, "message": f"SystemExit: {error}"}
     if isinstance(error, NotTraceable):
         return {"kind": "invalid", "phase": phase, "message": f"cannot be traced: {error}"}
     if isinstance(error, FactoryError | CheckpointingError):
         return {"kind": "invalid", "phase": phase, "message": str(error)}
-    lines = str(error).strip().splitlines() or [""]
     return {
-        "kind": classify(error, Phase(phase), full=False, on_cpu=False),
+        # memory that runs out for real is that of the machine here, and says nothing of the one planned for
+        "kind": classify(error, Phase(phase), full=False, on_cpu=True),
         "phase": phase,
-        "message": f"{type(error).__name__}: {lines[0][:500]}",
+        "message": f"{type(error).__name__}: {_sentence(error)}".rstrip(": "),
         "trace": "".join(traceback.format_exception(error))[-8000:],
     }
 
 
+def _sentence(error: Exception) -> str:
+    """An error's first line; of pydantic, which DeepSpeed's config is read with, all that makes a sentence."""
+    lines = [line.strip().partition(" [type=")[0] for line in str(error).strip().splitlines()] or [""]
+    return (": ".join(lines[:3]) if type(error).__name__ == "ValidationError" else lines[0])[:500]
+
+
 def write_error(path: str, failure: dict[str, Any]) -> None:
     """Write why a run has no tape, whole or not at all."""
-    part = error_path(path).with_suffix(".part")
+    part = error_path(path).with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(failure))
     os.replace(part, error_path(path))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.probe.virtual.depth import NotExtendable, extend
+from autotune.candidate import Candidate
+from autotune.probe.virtual.client import Tracer
+from autotune.probe.virtual.depth import NotExtendable, extend, least_depth
+from autotune.probe.virtual.headroom import HEADROOM
 from autotune.probe.virtual.tape import Kind, Place, Tape, TapeWriter
+from autotune.probe.virtual.tracer import Job
+from autotune.settings import compose_settings
+from autotune.space.config import deepspeed_config
 
 BLOCKS = "model.layers"
 
@@ -94,7 +101,7 @@ class Builder:
                 self.micro_step(micro_step)
             self.row(Kind.PHASE, "step")
             norms = [self.make(512, "norm") for _ in program.parameters * depth]
-            stacked = self.make(8 * len(norms), "stack")
+            stacked = self.make(8 * len(norms) + 3, "stack")
             for norm in norms:
                 self.free(norm)
             self.free(stacked)
@@ -174,7 +181,7 @@ def assert_same(got: Tape, wanted: Tape) -> None:
     different = np.flatnonzero(got.rows != wanted.rows)
     assert not len(different), (different[0], got.rows[different[0]], wanted.rows[different[0]])
     assert got.roles == wanted.roles
-    assert got.facts == wanted.facts
+    assert {**got.facts, HEADROOM: 0} == {**wanted.facts, HEADROOM: 0}
 
 
 GPT = Program([256, 64], [("save", 128), ("event", 0), ("temporary", 32), ("pass", 64), ("save", 8)])
@@ -343,3 +350,66 @@ def test_prefetches_that_come_too_close_to_their_limit() -> None:
     extend(shallow, deeper, 3, BLOCKS)
     with pytest.raises(NotExtendable, match="prefetch"):
         extend(shallow, deeper, 4, BLOCKS)
+
+
+# -- how deep is enough -----------------------------------------------------------------------------------------------
+
+
+def zero(**changes: Any) -> dict[str, Any]:
+    limits = {"reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
+    return {"zero_optimization": {"stage": 3, "sub_group_size": 1e9, **limits, **changes}}
+
+
+def test_least_depth_follows_what_stage_3_keeps_live() -> None:
+    gpt20b, llama70b = 453_095_424, 855_654_400
+    assert least_depth(llama70b, 1, zero()) < least_depth(gpt20b, 1, zero()) == 8
+    assert least_depth(gpt20b, 2, zero()) == 14
+    assert least_depth(gpt20b, 1, zero(stage3_max_live_parameters=4e9)) > 20
+
+
+def test_no_depth_is_enough_where_a_bucket_or_a_group_holds_more_than_a_period() -> None:
+    assert least_depth(218_112_000, 1, zero()) > 1000  # two blocks and a part fill the reduce bucket
+    assert least_depth(218_112_000, 1, zero(reduce_bucket_size=1e8)) < 20
+    assert least_depth(12_596_224, 1, zero(stage=0)) > 1000
+    assert least_depth(453_095_424, 1, zero(), parameters=20_600_000_000, ranks=8) > 1000  # three sub-groups
+    assert least_depth(453_095_424, 1, zero(), parameters=20_600_000_000, ranks=64) < 12
+
+
+# -- DeepSpeed itself -------------------------------------------------------------------------------------------------
+
+TINY = 198_272  # parameters of a block of gpt_tiny
+CASES: list[tuple[dict[str, Any], list[int]]] = [
+    ({"checkpoint_blocks": "all", "checkpoint_part": "attention", "checkpoint_input": "cpu"}, [7, 8, 10]),
+    ({"checkpoint_blocks": "none", "offload_optimizer": "cpu", "offload_param": "cpu"}, [7, 8, 10]),
+]
+
+
+@pytest.mark.probes
+def test_equals_full_traces(tmp_path: Path) -> None:
+    limit = int(2.2 * TINY)
+    overrides = ["model=gpt_tiny", "machine=a100_80g"]
+    machine = compose_settings(overrides).machine
+    jobs, paths = [], {}
+    for index, (knobs, depths) in enumerate(CASES):
+        for depth in depths:
+            workload = compose_settings([*overrides, f"model.config.num_hidden_layers={depth}"]).workload
+            candidate = Candidate(micro_batch=1, accumulation=1, zero_stage=3, precision="bf16", **knobs)
+            config = deepspeed_config(candidate, workload, machine)
+            config["zero_optimization"] |= {
+                "overlap_comm": True,
+                "reduce_bucket_size": TINY // 2,
+                "stage3_prefetch_bucket_size": TINY // 9,
+                "stage3_param_persistence_threshold": 1000,
+                "stage3_max_live_parameters": limit,
+                "stage3_max_reuse_distance": limit,
+            }
+            paths[index, depth] = tmp_path / f"{index}-{depth}.npz"
+            jobs.append(Job(workload, machine, config, 0, 1, [(candidate, str(paths[index, depth]))]))
+    tracer = Tracer(machine, lambda text: None)
+    try:
+        tracer.run(jobs)
+    finally:
+        tracer.close()
+    for index, (_, (few, more, full)) in enumerate(CASES):
+        shallow, deeper, whole = (Tape.load(paths[index, depth]) for depth in (few, more, full))
+        assert_same(extend(shallow, deeper, full - more, "gpt_neox.layers"), whole)
