@@ -210,7 +210,7 @@ def _compare(arguments: list[str]) -> int:
 
     parser = _parser("compare", "Compare the winners of studies, with what differs between them and their machines.")
     parser.add_argument("studies", metavar="STUDY", nargs="+")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     compare_studies(_store(options.store), options.studies, options.format, sys.stdout)
     return 0
 
@@ -264,7 +264,7 @@ def _check(arguments: list[str]) -> int:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="OVERRIDE", help="e.g. machine=a100_80g model=llama3_8b"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     predict = any(override.startswith("model=") for override in options.overrides)
     return check(options.config, compose_settings(options.overrides), predict, options.format, sys.stdout)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,12 +10,7 @@ import pytest
 from tests.commands import Run, autotune, python
 from tests.test_tune import AND_TELL, MODEL, PLAIN
 
-pytestmark = [
-    pytest.mark.probes,
-    pytest.mark.skipif(
-        importlib.util.find_spec("autotune.probe.virtual.prober") is None, reason="the virtual prober is not there yet"
-    ),
-]
+pytestmark = pytest.mark.probes
 SPACE = (*PLAIN, "space.micro_batch=[1,8]", "space.zero_stage=[1,3]")
 ELSEWHERE = ("machine=a100_40g", "machine.devices_per_node=2", *MODEL[1:], *SPACE)
 STUDY = "gpt_tiny-a100_40g-1x2"

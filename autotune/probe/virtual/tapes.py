@@ -1,7 +1,7 @@
 """The tape of any candidate from as few traces as exactness allows, kept on disk.
 
-What a trace depends on is its key. Depth is extended where blocks repeat (depth.py), micro-batches above 2 are made of
-those of 1 and 2 (affine.py); where either does not hold, the candidate is traced as it is.
+What a trace depends on is its key. Depth is extended where blocks repeat (depth.py), and large micro-batches are made
+of two small ones (affine.py); where either does not hold, the candidate is traced as it is.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from autotune.workload.workload import Workload
 
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers")
 PERIODS = {"none": 1, "all": 1, "half": 2, "quarter": 4}
+TRACED = (2, 4)
+"""Larger micro-batches are made of these two; 1 is a program of its own, since torch treats dimensions of size 1 so."""
 MOST_RUNS = 6
 """At most so many runs share an engine: with more, processors would be idle at the end."""
 
@@ -110,7 +112,7 @@ class Tapes:
     def needed(self, program: Program) -> list[Trace]:
         """The traces that a program's tape is made of."""
         candidate = program.candidate
-        micro_batches = [candidate.micro_batch] if candidate.micro_batch <= 2 else [1, 2]
+        micro_batches = [candidate.micro_batch] if candidate.micro_batch <= TRACED[-1] else [*TRACED]
         depths: list[int | None] = [*self._depths(program)] or [None]
         return [Trace(program, micro_batch, depth) for depth in depths for micro_batch in micro_batches]
 
@@ -167,14 +169,14 @@ class Tapes:
     def _at(self, program: Program, depth: int | None) -> Tape:
         """The program's tape with some depth."""
         wanted = program.candidate.micro_batch
-        if wanted > 2:
-            one, two = (self._load(Trace(program, micro_batch, depth)) for micro_batch in (1, 2))
+        if wanted > TRACED[-1]:
+            one, two = (self._load(Trace(program, micro_batch, depth)) for micro_batch in TRACED)
             if one.facts.get("cut"):
                 return one
             if two.facts.get("cut"):
                 return two
             with contextlib.suppress(NotAffineError):
-                return at_micro_batch(one, two, (1, 2), wanted)
+                return at_micro_batch(one, two, TRACED, wanted)
         return self._load(Trace(program, wanted, depth))
 
     def _load(self, trace: Trace) -> Tape:
@@ -271,9 +273,11 @@ def code_digest() -> str:
     """A digest of the code that a trace is made by: ours, and the versions of what it runs."""
     package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
+    beside = [package / "probe" / "torchrun" / f"{name}.py" for name in ("describe", "failure", "meters")]
     for folder in ("probe/virtual", "workload"):
-        for path in sorted((package / folder).glob("*.py")):
-            digest.update(path.read_bytes())
+        beside += sorted((package / folder).glob("*.py"))
+    for path in beside:
+        digest.update(path.read_bytes())
     for name in ("torch", "deepspeed", "transformers"):
         digest.update(f"{name} {metadata.version(name)}".encode())
     return digest.hexdigest()[:16]

@@ -85,7 +85,8 @@ def main() -> None:
     number, buffer, ended = 0, b"", False
     most = len(os.sched_getaffinity(0))
     while running or waiting or not ended:
-        ready, _, _ = select.select([] if ended else [0], [], [], 0.02 if running else None)
+        idle = not (running or waiting)
+        ready, _, _ = select.select([] if ended else [0], [], [], None if idle else 0.02)
         if ready:
             data = os.read(0, 1 << 16)
             ended, buffer = not data, buffer + data
@@ -108,6 +109,8 @@ def main() -> None:
 
 def _import() -> None:
     """Import what every job needs, in the process that is forked."""
+    import transformers.models.llama.modeling_llama  # noqa: F401 - and with it what all models import, for half a second
+
     import autotune.probe.virtual.session  # noqa: F401
     from autotune.probe.torchrun import preload
 
