@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install tune test lint bench wheel clean
+.PHONY: install tune test lint bench gpu-check wheel clean
 
 install: $(STAMP) ## build the virtual environment in .venv
 
@@ -33,6 +33,10 @@ lint: install
 
 bench: install ## the figures that the README and the notes quote, as ratios from one run
 	$(BIN)/python -m tests.bench
+
+gpu-check: install ## on a machine with CUDA: predicted memory against the GPU's own counters, in under eight minutes
+	$(BIN)/pip install --quiet --constraint constraints.txt nvidia-ml-py
+	$(BIN)/python -m tests.gpu
 
 wheel: install ## build the wheel and try it outside of the checkout
 	$(BIN)/python -m pytest tests/test_wheel.py

@@ -6,10 +6,17 @@ Each is a ratio, or medians with their spreads, from pairs run in turn on one ma
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
-from tests.bench import gain, overhead, startup
+from tests.bench import accuracy, gain, overhead, planning, startup
 
-BENCHES = {"startup": startup.main, "overhead": overhead.main, "gain": gain.main}
+BENCHES: dict[str, Callable[[], None]] = {
+    "startup": startup.main,
+    "overhead": overhead.main,
+    "gain": gain.main,
+    "accuracy": accuracy.main,
+    "planning": planning.main,
+}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or BENCHES:

@@ -100,6 +100,7 @@ class Tracer:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # what is traced does not depend on the devices here, and touches none
         }
         # Its own session: Ctrl-C in the terminal is the controller's to handle.
         self._process = subprocess.Popen(

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from autotune.probe.virtual.recorder import Recorder, cost, is_view
@@ -51,6 +52,7 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
         super().__init__(writer, scope)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.values = Values()
+        self.meta = _MetaKernels(self.fake)
         self._answers: dict[Any, _Answer | None] = {}
         self._templates: dict[torch.device, dict[str, Any]] = {}
 
@@ -65,7 +67,7 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
         if func is _ADD and self.scratch is not None and _accumulates(args, sys._getframe(1)):
             func = _ADD_IN_PLACE
         if kwargs.get("pin_memory"):  # there is nothing here to pin memory for: the tape is told
-            return self.pinned(func(*args, **kwargs | {"pin_memory": None}))
+            return self.pinned(self.__torch_dispatch__(func, types, args, kwargs | {"pin_memory": None}))
         key = _key(func, args, kwargs)
         answer = self._answers.get(key) if key is not None else None
         if answer is not None:
@@ -94,21 +96,47 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
         tensor = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
         template = self._templates.get(device)
         if template is None:
-            model = FakeTensor(self.fake, torch.empty((), device="meta"), device)
+            with _disable_current_modes():
+                model = FakeTensor(self.fake, torch.empty((), device="meta"), device)
             template = self._templates[device] = dict(model.__dict__)
         tensor.__dict__.update(template)
         return tensor
 
-    def meta(self) -> _MetaKernels:
-        """A context in which torch's meta kernels answer, on the plain tensors that FakeTensors are underneath."""
-        return _MetaKernels(self.fake)
+    def slice_quickly(self) -> None:
+        """Have plain slices skip torch's dispatcher: ZeRO cuts every parameter into as many as there are ranks.
+
+        Slicing allocates nothing, so nothing is missed; what autograd follows goes the usual way.
+        """
+        narrow, getitem = Tensor.narrow, Tensor.__getitem__
+
+        def quick(tensor: Any) -> bool:
+            known = tensor.__dict__
+            unfollowed = not (tensor.requires_grad and torch.is_grad_enabled())
+            return unfollowed and known["constant"] is None and "_value" not in known
+
+        def quick_narrow(tensor: Any, dim: int, start: Any, length: Any) -> Tensor:
+            if not quick(tensor):
+                return narrow(tensor, dim, start, length)
+            with self.meta:
+                elem = narrow(tensor, dim, start, length)
+            return self.wrap(elem, tensor._fake_device)
+
+        def quick_getitem(tensor: Any, key: Any) -> Tensor:
+            if type(key) is not slice or not quick(tensor):
+                return getitem(tensor, key)
+            with self.meta:
+                elem = getitem(tensor, key)
+            return self.wrap(elem, tensor._fake_device)
+
+        FakeTensor.narrow = quick_narrow  # type: ignore[assignment]
+        FakeTensor.__getitem__ = quick_getitem  # type: ignore[method-assign,method-assign]
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = args[0]
         if type(base) is not FakeTensor or base.constant is not None:
             return self._ask(func, args, kwargs)
         device = base._fake_device
-        with self.meta():
+        with self.meta:
             out = func(*args, **kwargs)
             out = self.wrap(out, device) if isinstance(out, Tensor) else [self.wrap(part, device) for part in out]
         if self.scope.inside:
@@ -201,9 +229,10 @@ class _MetaKernels:
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake
-        self._dispatch, self._keys = torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard()
 
     def __enter__(self) -> None:
+        # Made anew each time: some of torch's guards hold from when they are made
+        self._dispatch, self._keys = torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard()
         self._dispatch.__enter__()  # type: ignore[no-untyped-call] # torch types neither
         self._keys.__enter__()  # type: ignore[no-untyped-call]
         self._fake.in_kernel_invocation = True
@@ -260,7 +289,7 @@ class _Answer:
         for part in self.parts:
             if type(part) is tuple:
                 size, stride, dtype, device = part
-                with recorder.meta():
+                with recorder.meta:
                     elem = torch.empty_strided(size, stride, dtype=dtype, device="meta")
                 made.append(recorder.wrap(elem, device))
             elif part is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import tempfile
@@ -25,7 +26,7 @@ from autotune.probe.virtual.prediction import DeviceOom, Holder, PhaseMemory, Pr
 from autotune.probe.virtual.ranks import suspects
 from autotune.probe.virtual.replay import Replayed, replay
 from autotune.probe.virtual.roofline import step_seconds
-from autotune.probe.virtual.tapes import Program, Tapes, Trace, Untraceable, cache_folder
+from autotune.probe.virtual.tapes import Program, Tapes, Trace, Untraceable, cache_folder, code_digest
 from autotune.settings import Settings
 from autotune.space.config import allocator_environment, deepspeed_config
 from autotune.workload.phase import Phase
@@ -40,14 +41,15 @@ class VirtualProber:
     Args:
         settings: of the sweep.
         tell: takes a sentence when something takes its time.
+        tracer: makes the traces, its own by default.
     """
 
     kind = VIRTUAL
 
-    def __init__(self, settings: Settings, tell: Tell = lambda text: None) -> None:
+    def __init__(self, settings: Settings, tell: Tell = lambda text: None, tracer: Tracer | None = None) -> None:
         self._settings = settings
         self._machine, self._workload = settings.machine, settings.workload
-        self._tracer = Tracer(settings.machine, tell)
+        self._tracer = tracer or Tracer(settings.machine, tell)
         self._folder = cache_folder()
         self._description: Description | None = None
         self._tapes: Tapes | None = None
@@ -70,7 +72,7 @@ class VirtualProber:
             InfraError: the tracing process does not start.
         """
         if self._description is None:
-            self._description = self._described()
+            self._description = self._kept() or self._described()
             self._tapes = Tapes(
                 self._workload, self._machine, self._tracer, self._description.source, self._folder / "tapes"
             )
@@ -262,6 +264,19 @@ class VirtualProber:
 
     # -- the model ----------------------------------------------------------------------------------------------
 
+    def _kept(self) -> Description | None:
+        """What an earlier process has seen of the model; nothing tells whether a custom one is still the same."""
+        if self._workload.model.factory:
+            return None
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            return Description(**json.loads(self._description_path.read_text()))
+        return None
+
+    @property
+    def _description_path(self) -> Path:
+        text = json.dumps([self._workload.to_dict(), code_digest()], sort_keys=True)
+        return self._folder / "descriptions" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
     def _described(self) -> Description:
         asked = {"workload": self._workload.to_dict(), "working_directory": os.getcwd()}
         with tempfile.TemporaryDirectory(prefix="autotune-describe-") as name:
@@ -271,7 +286,10 @@ class VirtualProber:
             path = folder / "description.json"
             if not path.exists():
                 raise InfraError("the model could not be looked at", "the same command tries again")
-            return Description(**json.loads(path.read_text()))
+            values = json.loads(path.read_text())
+        if values["error"] is None:
+            _write(self._description_path, values)
+        return Description(**values)
 
 
 def _stand_in(candidate: Candidate) -> Candidate:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from autotune.probe.virtual.roles import PARAMETERS
+from autotune.probe.virtual.roles import COMMUNICATION, PARAMETERS
 from autotune.probe.virtual.scope import Scope
 from autotune.probe.virtual.tape import Kind, Place, TapeWriter
 from autotune.workload.phase import Phase
@@ -79,8 +79,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch type
         op = writer.name(func.name())
         if func.namespace == "c10d":
             writer.rows.append((Kind.COLLECTIVE, 0, stream, op, module, *collective(args)))
-            if "allgather" in func.name():
-                self._gathered(args)
+            self._said_by_collective(func.name(), args)
         elif (crossing := _crossing(func, args, out)) is not None:
             writer.rows.append((Kind.COPY, 0, stream, op, module, *crossing))
         else:
@@ -146,11 +145,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch type
         finally:
             self._silent = False
 
-    def _gathered(self, args: Any) -> None:
-        """What is gathered from all ranks are parameters; the first argument takes them."""
-        for tensor in tree_iter(args[0]):
+    def _said_by_collective(self, name: str, args: Any) -> None:
+        """What is gathered from all ranks are parameters; what is reduced lies in a buffer that was made for it."""
+        if "allgather" in name:
+            taken, role = args[0], PARAMETERS
+        elif "reduce" in name:
+            taken, role = args[1] if "scatter" in name else args[0], COMMUNICATION
+        else:
+            return
+        for tensor in tree_iter(taken):
             if isinstance(tensor, torch.Tensor):
-                self.role(tensor, PARAMETERS)
+                self.role(tensor, role)
 
     def role(self, tensor: torch.Tensor, role: str) -> None:
         """Say what a storage is to DeepSpeed; the first word counts."""
@@ -172,7 +177,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch type
 
     def ident(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage on the tape; None for one that the tape has not seen."""
-        known = self._storages.get(tensor.untyped_storage()._cdata)
+        return self.ident_of(tensor.untyped_storage())
+
+    def ident_of(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a storage on the tape; None for one that the tape has not seen."""
+        known = self._storages.get(storage._cdata)
         return known[0] if known else None
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:

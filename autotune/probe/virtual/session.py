@@ -60,6 +60,7 @@ class Session:
             kernels.use_cuda_kernels(job.machine.device)
             place = device.use_virtual_device(job.rank, job.machine, recorder)
         world.join_world(job.rank, job.machine)
+        recorder.slice_quickly()
         headroom.watch(recorder.writer.facts)
         first = job.runs[0][0]
         self.engine = Engine(job.workload, job.machine, job.deepspeed_config, job.rank, place, recorder)
@@ -109,7 +110,7 @@ class Session:
     def _save(self, path: str) -> None:
         tape = self.recorder.writer.tape()
         if self.recorder.host_is_device and hasattr(self.engine, "engine"):
-            owned = {self.recorder.ident(torch.empty(0).set_(s)) for s in host_storages(self.engine.engine)}
+            owned = {self.recorder.ident_of(storage) for storage in host_storages(self.engine.engine)}
             tape.rows["place"][[int(i) in owned for i in tape.rows["ident"]]] = Place.HOST
         part = Path(path).with_suffix(f".{os.getpid()}.npz")
         tape.save(part)

@@ -83,7 +83,7 @@ class Tape:
             ValueError: it is not whole.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as whole, np.load(whole, allow_pickle=False) as file:
                 text = json.loads(file["text"].tobytes())
                 rows = np.empty(len(file["kind"]), dtype=list(COLUMNS.items()))
                 for name in COLUMNS:
