@@ -51,6 +51,14 @@ class Tracer:
         """
         self._request([json.dumps({"describe": str(folder)})], lambda index: None)
 
+    def predict(self, requests: Sequence[str]) -> None:
+        """Answer requests of Predictor.to_json, on all processors.
+
+        Raises:
+            InfraError: the process does not start, or dies.
+        """
+        self._request(requests, lambda index: None)
+
     def close(self) -> None:
         """End the process and all that it forked."""
         process, self._process = self._process, None

@@ -13,7 +13,7 @@ import torch
 from autotune.candidate import Candidate
 from autotune.machine.machine import Machine
 from autotune.probe.virtual.recorder import Recorder
-from autotune.probe.virtual.roles import GRADIENTS, PARAMETERS, roles
+from autotune.probe.virtual.roles import COMMUNICATION, GRADIENTS, PARAMETERS, roles
 from autotune.workload.build import build_model, fill_weights, make_step_batches
 from autotune.workload.checkpointing import apply_checkpointing
 from autotune.workload.phase import Phase
@@ -71,9 +71,11 @@ class Engine:
         self.recorder.scope.follow(self.model)
         for parameter in self.model.parameters():
             self.recorder.role(parameter, PARAMETERS)
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call] # torch types it not
-                lambda p: self.recorder.role(p.grad, GRADIENTS)
-            )
+            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call] # untyped
+        if zero_stage == 3:
+            for module in self.model.modules():
+                if module._parameters:
+                    module.register_forward_hook(self._used)
 
     def checkpoint(self, candidate: Candidate) -> None:
         """Have the candidate's blocks recompute."""
@@ -111,6 +113,21 @@ class Engine:
         self.recorder.scope.forget()
         self.steps += 1
         self.label()
+
+    def _accumulated(self, parameter: torch.nn.Parameter) -> None:
+        """Say what is there only while backward runs: gradients, gathered parameters, buckets of stages 1 and 2."""
+        if parameter.grad is not None:
+            self.recorder.role(parameter.grad, GRADIENTS)
+        self.recorder.role(parameter, PARAMETERS)
+        for bucket in getattr(self.engine.optimizer, "ipg_buckets", {}).values():
+            for buffer in bucket.buffer:
+                self.recorder.role(buffer, COMMUNICATION)
+
+    def _used(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Say what is there only while a module is called: gathered parameters."""
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self.recorder.role(parameter, PARAMETERS)
 
     def label(self) -> None:
         """Say what the storages that DeepSpeed holds now are."""

@@ -15,18 +15,15 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.errors import InfraError, SettingsError
-from autotune.machine.machine import GIB, gib
+from autotune.machine.machine import gib
 from autotune.probe.measurement import VIRTUAL, Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun.describe import Description
 from autotune.probe.torchrun.launcher import Tell
-from autotune.probe.virtual.allocator import AllocatorSettings
 from autotune.probe.virtual.client import Tracer
-from autotune.probe.virtual.prediction import DeviceOom, Holder, PhaseMemory, Prediction, Verdict
-from autotune.probe.virtual.ranks import suspects
-from autotune.probe.virtual.replay import Replayed, replay
-from autotune.probe.virtual.roofline import step_seconds
-from autotune.probe.virtual.tapes import Program, Tapes, Trace, Untraceable, cache_folder, code_digest
+from autotune.probe.virtual.prediction import Prediction
+from autotune.probe.virtual.predictor import Predictor, write
+from autotune.probe.virtual.tapes import Trace, Untraceable, cache_folder, code_digest
 from autotune.settings import Settings
 from autotune.space.config import allocator_environment, deepspeed_config
 from autotune.workload.phase import Phase
@@ -52,8 +49,7 @@ class VirtualProber:
         self._tracer = tracer or Tracer(settings.machine, tell)
         self._folder = cache_folder()
         self._description: Description | None = None
-        self._tapes: Tapes | None = None
-        self._worst: dict[str, tuple[int, dict[int, int]]] = {}
+        self._predictor: Predictor | None = None
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -73,38 +69,43 @@ class VirtualProber:
         """
         if self._description is None:
             self._description = self._kept() or self._described()
-            self._tapes = Tapes(
-                self._workload, self._machine, self._tracer, self._description.source, self._folder / "tapes"
-            )
-            self._tapes.knows(
-                self._description.blocks, self._description.block_parameters, self._description.parameters or 0
-            )
+            self._predictor = Predictor(self._workload, self._machine, self._description, self._tracer, self._folder)
         return self._description
 
     def prepare(self, candidates: Sequence[Candidate], on_progress: Callable[[int, int], None]) -> None:
-        """See Prober: traces what the candidates need, on all processors."""
-        tapes = self._ready()
-        unknown = [c for c in candidates if not self._prediction_path(c, self._config(c)).exists()]
-        ranked = 0
+        """See Prober: traces what the candidates need and predicts them, on all processors.
 
-        def ranking(done: int, of: int) -> None:
-            nonlocal ranked
-            ranked = of
-            on_progress(done, of + len(unknown))
+        Small micro-batches come first: where one does not fit, the larger ones of its kind need not be traced.
+        """
+        predictor = self._ready()
+        unknown = [(c, text) for c in candidates if not predictor.path(c, text := self._config(c)).exists()]
+        done = 0
 
-        tapes.trace([trace for c in unknown for trace in self._rank_traces(tapes, c)], ranking)
-        rest = []
-        for candidate in unknown:
+        def progress(more: int, of: int) -> None:
+            on_progress(done + more, max(done + of + len(unknown), 1))
+
+        def trace(traces: list[Trace]) -> None:
+            nonlocal done
+            done += predictor.tapes.trace(traces, progress)
+
+        trace([t for candidate, config in unknown for t in predictor.rank_traces(candidate, config)])
+        programs = []
+        for candidate, config in unknown:
             with contextlib.suppress(Untraceable):  # probing it will tell
-                rest += tapes.needed(self._program(candidate, self._config(candidate)))
-        tapes.trace(rest, lambda done, of: on_progress(ranked + done, ranked + of))
+                programs.append(predictor.program(candidate, config))
+        for micro_batch in sorted({t.micro_batch for p in programs for t in predictor.tapes.needed(p)}):
+            trace([t for p in programs for t in predictor.tapes.needed(p) if t.micro_batch == micro_batch])
+        share = max(1, len(unknown) // (4 * len(os.sched_getaffinity(0))))
+        parts = [unknown[start : start + share] for start in range(0, len(unknown), share)]
+        self._tracer.predict([predictor.to_json(part) for part in parts])
+        on_progress(done + len(unknown), max(done + len(unknown), 1))
 
     def probe(self, request: ProbeRequest) -> Measurement:
         """See Prober."""
         began = time.monotonic()
         candidate = request.candidate
         try:
-            prediction = self._predicted(candidate, self._config(candidate))
+            prediction = self._ready().predicted(candidate, self._config(candidate))
         except Untraceable as failure:
             return Measurement(
                 outcome=Outcome(failure.kind),
@@ -127,9 +128,9 @@ class VirtualProber:
             SettingsError: DeepSpeed refuses it, or the model cannot be traced.
             InfraError: the tracing process does not start, or dies.
         """
-        self._ready()
+        predictor = self._ready()
         try:
-            return self._predicted(candidate, json.dumps(config) if config else self._config(candidate))
+            return predictor.predicted(candidate, json.dumps(config) if config else self._config(candidate))
         except Untraceable as failure:
             raise SettingsError(
                 f"{failure.message} (in {failure.phase})", "nothing is predicted for a program that cannot run"
@@ -141,88 +142,14 @@ class VirtualProber:
 
     # -- predictions --------------------------------------------------------------------------------------------
 
-    def _predicted(self, candidate: Candidate, config: str) -> Prediction:
-        path = self._prediction_path(candidate, config)
-        with contextlib.suppress(FileNotFoundError, ValueError):  # none yet, or one that was cut short
-            return _prediction(json.loads(path.read_text()))
-        prediction = self._replayed(candidate, config)
-        _write(path, prediction.to_dict())
-        return prediction
-
-    def _replayed(self, candidate: Candidate, config: str) -> Prediction:
-        tapes, machine = self._ready(), self._machine
-        rank, peaks = self._worst_rank(tapes, candidate, config)
-        tape = tapes.tape(Program(candidate, config, rank))
-        settings = AllocatorSettings.parse(allocator_environment(candidate).get("PYTORCH_ALLOC_CONF", ""))
-        found = replay(tape, machine, settings)
-        host = found.host * machine.devices_per_node
-        return Prediction(
-            rank=rank,
-            phases=found.phases,
-            peak_allocated=found.peak_allocated,
-            peak_reserved=found.peak_reserved,
-            steady_allocated=found.steady_allocated,
-            device_total=found.device_total,
-            retries=found.retries,
-            verdict=self._verdict(found),
-            oom=found.oom,
-            host_per_node=host,
-            host_oom=machine.host_memory_gib > 0 and host > machine.host_memory_gib * GIB,
-            holders=found.holders,
-            step_s=step_seconds(tape, machine, candidate.precision, candidate.accumulation) if not found.oom else 0.0,
-            ranks=peaks | {rank: found.peak_allocated},
-        )
-
-    def _verdict(self, found: Replayed) -> Verdict:
-        if found.oom or found.device_total > self._machine.device_memory_bytes:
-            return Verdict.DOES_NOT_FIT
-        return (
-            Verdict.FITS if found.device_total <= self._machine.usable_bytes and not found.retries else Verdict.AT_RISK
-        )
-
-    def _worst_rank(self, tapes: Tapes, candidate: Candidate, config: str) -> tuple[int, dict[int, int]]:
-        """(the rank that needs most, rank → peak allocated of those looked at), found with micro-batch 1."""
-        ranks = self._suspects(candidate)
-        if len(ranks) == 1:
-            return ranks[0], {}
-        stand_in, text = _stand_in(candidate), _without_batch(config)
-        key = f"{stand_in.key} {text}"
-        if key not in self._worst:
-            peaks = {}
-            for rank in ranks:
-                found = replay(tapes.tape(Program(stand_in, config, rank)), self._machine, AllocatorSettings())
-                peaks[rank] = (
-                    found.oom.allocated_bytes + found.oom.requested_bytes if found.oom else found.peak_allocated
-                )
-            self._worst[key] = max(ranks, key=lambda rank: peaks[rank]), peaks
-        rank, peaks = self._worst[key]
-        return rank, peaks if stand_in == candidate else {}
-
-    def _rank_traces(self, tapes: Tapes, candidate: Candidate) -> list[Trace]:
-        ranks, config = self._suspects(candidate), self._config(candidate)
-        if len(ranks) == 1:
-            return []
-        stand_in = _stand_in(candidate)
-        return [trace for rank in ranks for trace in tapes.needed(Program(stand_in, config, rank))]
-
-    def _suspects(self, candidate: Candidate) -> list[int]:
-        sizes = self.describe().parameter_sizes
-        return suspects(sizes, self._machine.world_size, candidate.zero_stage)
-
-    def _program(self, candidate: Candidate, config: str) -> Program:
-        return Program(candidate, config, self._worst_rank(self._ready(), candidate, config)[0])
-
     def _config(self, candidate: Candidate) -> str:
         nvme = self._settings.space.nvme_path
         return json.dumps(deepspeed_config(candidate, self._workload, self._machine, nvme))
 
-    def _ready(self) -> Tapes:
+    def _ready(self) -> Predictor:
         self.describe()
-        assert self._tapes is not None
-        return self._tapes
-
-    def _prediction_path(self, candidate: Candidate, config: str) -> Path:
-        return self._folder / "predictions" / f"{self._ready().key('prediction', candidate.to_dict(), config)}.json"
+        assert self._predictor is not None
+        return self._predictor
 
     def _measurement(self, candidate: Candidate, prediction: Prediction, wall_s: float) -> Measurement:
         outcome, message = Outcome.OK, None
@@ -288,39 +215,5 @@ class VirtualProber:
                 raise InfraError("the model could not be looked at", "the same command tries again")
             values = json.loads(path.read_text())
         if values["error"] is None:
-            _write(self._description_path, values)
+            write(self._description_path, values)
         return Description(**values)
-
-
-def _stand_in(candidate: Candidate) -> Candidate:
-    """The candidate with which the worst rank of many is found: one sequence, and blocks recomputed as a whole."""
-    plain = candidate.replace(micro_batch=1)
-    if candidate.checkpoint_blocks == "none":
-        return plain
-    return plain.replace(checkpoint_part="whole", checkpoint_input="device")
-
-
-def _without_batch(config: str) -> str:
-    values = json.loads(config)
-    accumulates = values.pop("gradient_accumulation_steps", 1) > 1
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
-        values.pop(name, None)
-    return json.dumps([values, accumulates], sort_keys=True)
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(values))
-    os.replace(part, path)
-
-
-def _prediction(values: dict[str, Any]) -> Prediction:
-    """The prediction that `to_dict` wrote, through JSON."""
-    known = dict(values)
-    known["phases"] = {name: PhaseMemory(**memory) for name, memory in known["phases"].items()}
-    known["verdict"] = Verdict(known["verdict"])
-    known["oom"] = DeviceOom(**known["oom"] | {"phase": Phase(known["oom"]["phase"])}) if known["oom"] else None
-    known["holders"] = [Holder(**holder) for holder in known["holders"]]
-    known["ranks"] = {int(rank): peak for rank, peak in known["ranks"].items()}
-    return Prediction(**known)

@@ -38,7 +38,7 @@ MOST_RUNS = 6
 """At most so many runs share an engine: with more, processors would be idle at the end."""
 
 
-class Untraceable(Exception):
+class Untraceable(LookupError):
     """Raised when there is no tape of a candidate: DeepSpeed refuses it, or the model cannot be traced.
 
     Attributes:
@@ -83,12 +83,14 @@ class Tapes:
 
     Args:
         workload, machine: what is trained, and where.
-        tracer: makes traces.
+        tracer: makes traces; without one, what is not there is an error.
         source: a digest of a custom model's source, None for other models.
         folder: of the cache.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, tracer: Tracer, source: str | None, folder: Path) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, tracer: Tracer | None, source: str | None, folder: Path
+    ) -> None:
         self._workload, self._machine, self._tracer = workload, machine, tracer
         self._common = {
             "workload": workload.to_dict(),
@@ -97,6 +99,7 @@ class Tapes:
             "code": code_digest(),
         }
         self._folder = folder
+        self._fits: set[Path] = set()
         self._crashes: dict[Path, dict[str, Any]] = {}
         self.blocks, self.block_parameters, self.parameters = 0, 0, 0
 
@@ -116,17 +119,24 @@ class Tapes:
         depths: list[int | None] = [*self._depths(program)] or [None]
         return [Trace(program, micro_batch, depth) for depth in depths for micro_batch in micro_batches]
 
-    def trace(self, traces: Iterable[Trace], on_progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Make the traces that are not there yet.
+    def trace(self, traces: Iterable[Trace], on_progress: Callable[[int, int], None] = lambda done, of: None) -> int:
+        """Make the traces that are not there yet, and are worth it: where less is too much already, more is too.
+
+        Returns:
+            How many were made.
 
         Raises:
+            LookupError: traces are missing, and there is no tracer.
             InfraError: the tracing process does not start, or dies.
         """
         missing: dict[str, Trace] = {}
         for trace in traces:
             path = self._path(trace)
-            if not path.exists() and not error_path(str(path)).exists() and path not in self._crashes:
+            known = path.exists() or error_path(str(path)).exists() or path in self._crashes
+            if not known and self._too_much(trace) is None:
                 missing.setdefault(str(path), trace)
+        if missing and self._tracer is None:
+            raise LookupError("not traced")
         groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for text, trace in missing.items():
             candidate = trace.program.candidate
@@ -146,7 +156,9 @@ class Tapes:
             done += len(jobs[index].runs)
             on_progress(done, total)
 
-        self._tracer.run(jobs, finished)
+        if self._tracer is not None:
+            self._tracer.run(jobs, finished)
+        return total
 
     def tape(self, program: Program) -> Tape:
         """The program's tape.
@@ -170,9 +182,9 @@ class Tapes:
         """The program's tape with some depth."""
         wanted = program.candidate.micro_batch
         if wanted > TRACED[-1]:
+            if (smaller := self._too_much(Trace(program, wanted, depth))) is not None:
+                return smaller
             one, two = (self._load(Trace(program, micro_batch, depth)) for micro_batch in TRACED)
-            if one.facts.get("cut"):
-                return one
             if two.facts.get("cut"):
                 return two
             with contextlib.suppress(NotAffineError):
@@ -180,6 +192,8 @@ class Tapes:
         return self._load(Trace(program, wanted, depth))
 
     def _load(self, trace: Trace) -> Tape:
+        if (smaller := self._too_much(trace)) is not None:
+            return smaller
         path = self._path(trace)
         for _ in range(2):
             if not path.exists():
@@ -196,6 +210,19 @@ class Tapes:
                 return Tape.load(path)
             path.unlink(missing_ok=True)  # cut short, when a disk was full or a machine went down
         raise InfraError(f"no tape could be written to {path.parent}", "see whether that disk is full")
+
+    def _too_much(self, trace: Trace) -> Tape | None:
+        """The tape of a smaller micro-batch of the same kind that already needs more than the device has."""
+        for micro_batch in range(1, min(trace.micro_batch, TRACED[-1] + 1)):
+            path = self._path(dataclasses.replace(trace, micro_batch=micro_batch))
+            if path in self._fits or not path.exists():
+                continue
+            with contextlib.suppress(ValueError):
+                tape = Tape.load(path)
+                if tape.facts.get("cut"):
+                    return tape
+                self._fits.add(path)
+        return None
 
     def _depths(self, program: Program) -> list[int]:
         """Two depths from which the model's own can be extended; none where it is traced in full."""

@@ -142,6 +142,10 @@ def _answer(line: str) -> None:
         from autotune.probe.torchrun.describe import main as describe
 
         describe(request["describe"])
+    elif "predict" in request:
+        from autotune.probe.virtual.predictor import answer
+
+        answer(request["predict"])
     else:
         _serve(Job.from_json(line))
 
