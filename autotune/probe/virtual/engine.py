@@ -13,7 +13,7 @@ import torch
 from autotune.candidate import Candidate
 from autotune.machine.machine import Machine
 from autotune.probe.virtual.recorder import Recorder
-from autotune.probe.virtual.roles import COMMUNICATION, GRADIENTS, PARAMETERS, roles
+from autotune.probe.virtual.roles import COMMUNICATION, GRADIENTS, PARAMETERS, roles, tensors_in
 from autotune.workload.build import build_model, fill_weights, make_step_batches
 from autotune.workload.checkpointing import apply_checkpointing
 from autotune.workload.phase import Phase
@@ -120,7 +120,7 @@ class Engine:
             self.recorder.role(parameter.grad, GRADIENTS)
         self.recorder.role(parameter, PARAMETERS)
         for bucket in getattr(self.engine.optimizer, "ipg_buckets", {}).values():
-            for buffer in bucket.buffer:
+            for buffer in tensors_in(bucket.buffer):
                 self.recorder.role(buffer, COMMUNICATION)
 
     def _used(self, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -44,27 +44,28 @@ def roles(engine: Any) -> dict[str, list[torch.Tensor]]:
     optimizer = engine.optimizer
     found: dict[str, list[torch.Tensor]] = {}
     for role, names in _ATTRIBUTES.items():
-        found[role] = [t for name in names for t in _tensors(getattr(optimizer, name, None))]
+        found[role] = [t for name in names for t in tensors_in(getattr(optimizer, name, None))]
     inner = getattr(optimizer, "optimizer", optimizer)
-    found[OPTIMIZER_STATE] += list(_tensors(list(inner.state.values())))
+    found[OPTIMIZER_STATE] += list(tensors_in(list(inner.state.values())))
     found[GRADIENTS] += [
         p.grad for group in inner.param_groups for p in group["params"] if isinstance(p.grad, torch.Tensor)
     ]
     for parameter in engine.module.parameters():
-        found[PARAMETERS] += [parameter, *_tensors(getattr(parameter, "ds_tensor", None))]
+        found[PARAMETERS] += [parameter, *tensors_in(getattr(parameter, "ds_tensor", None))]
         found[GRADIENTS] += [] if parameter.grad is None else [parameter.grad]
     found[PARAMETERS] += list(engine.module.buffers())
     return found
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value, lists and dictionaries of them looked through."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif hasattr(value, "buffer"):  # stage 1 and 2's buckets
-        yield from _tensors(value.buffer)
+        yield from tensors_in(value.buffer)
