@@ -221,8 +221,9 @@ class _Player:
         size = -(-self.workspace // MIN_BLOCK) * MIN_BLOCK
         if self.peak_workspaces:
             found.append(Holder("temporaries", "cuBLAS workspace", self.peak_workspaces * size, self.peak_workspaces))
-        if self.held > self.peak >= 0:
-            found.append(Holder("allocator slack", "", self.held - self.peak))
+        slack = self.held - sum(holder.bytes for holder in found)  # cached, or the rest of a block that is not split
+        if slack > 0:
+            found.append(Holder("allocator slack", "", slack))
         if self.outside:
             found.append(Holder("outside the allocator", "", self.outside))
         return sorted(found, key=lambda holder: -holder.bytes)

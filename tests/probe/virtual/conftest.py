@@ -20,7 +20,7 @@ from autotune.settings import compose_settings
 SMALL = (
     "model=gpt_tiny",
     "machine=a100_80g",
-    "machine.devices_per_node=2",
+    "machine.devices_per_node=1",
     "model.config.num_hidden_layers=2",
     "workload.seq_len=64",
     "workload.global_batch=null",

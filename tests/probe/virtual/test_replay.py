@@ -400,7 +400,7 @@ class TestHolders:
         st.sampled_from([DEVICE, WITH_CUBLAS, EMULATED, dataclasses.replace(WITH_CUBLAS, context_mib=77)]),
         st.sampled_from([1.0, 0.15]),
     )
-    def test_add_up_to_what_is_allocated_at_the_peak(
+    def test_add_up_to_what_is_held_at_the_peak(
         self, events: list[tuple[str, int, str | None, str, int]], machine: Machine, memory: float
     ) -> None:
         machine = dataclasses.replace(machine, device_memory_gib=memory)
@@ -421,7 +421,11 @@ class TestHolders:
         sums = {"allocator slack": 0, "outside the allocator": 0, "": 0}
         for holder in found.holders:
             sums[holder.kind if holder.kind in sums else ""] += holder.bytes
-        assert sums[""] == (found.oom.allocated_bytes if found.oom else found.peak_allocated)
+        allocated = found.oom.allocated_bytes if found.oom else found.peak_allocated
+        unsplit = allocated - sums[""]  # less than 1 MiB of a large block may be more than was asked for
+        assert 0 <= unsplit < MIB * sum(h.count for h in found.holders) or unsplit == 0
+        if machine.accelerator == "cpu" or all(size <= MIB for _, size, *_ in events):
+            assert unsplit == 0
         assert sums["outside the allocator"] == outside_bytes(machine)
         if found.oom:
             assert sums[""] + sums["allocator slack"] == found.oom.reserved_bytes
