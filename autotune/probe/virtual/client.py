@@ -15,7 +15,7 @@ from autotune.machine.machine import Machine
 from autotune.probe.torchrun.launcher import Tell, leashed
 from autotune.probe.torchrun.starting import last_line, log_file
 from autotune.probe.torchrun.watch import kill_tree
-from autotune.probe.virtual.tracer import Job
+from autotune.probe.virtual.job import Job
 
 
 class Tracer:

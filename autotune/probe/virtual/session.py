@@ -14,11 +14,11 @@ from autotune.probe.torchrun.meters import host_storages
 from autotune.probe.virtual import device, headroom, kernels, world
 from autotune.probe.virtual.compute import NotTraceable, VirtualRecorder, reads_memory
 from autotune.probe.virtual.engine import Engine
+from autotune.probe.virtual.job import Job, failure_of, write_error
 from autotune.probe.virtual.recorder import OverBudget
 from autotune.probe.virtual.replay import outside_bytes
 from autotune.probe.virtual.scope import Scope
 from autotune.probe.virtual.tape import Place, TapeWriter
-from autotune.probe.virtual.tracer import Job, failure_of, write_error
 from autotune.workload.checkpointing import CheckpointingError, HostInput, find_blocks
 from autotune.workload.phase import Phase
 

@@ -26,8 +26,8 @@ from autotune.machine.machine import Machine
 from autotune.probe.virtual.affine import NotAffineError, at_micro_batch
 from autotune.probe.virtual.client import Tracer
 from autotune.probe.virtual.depth import NotExtendable, extend, least_depth
+from autotune.probe.virtual.job import Job, error_path
 from autotune.probe.virtual.tape import Tape
-from autotune.probe.virtual.tracer import Job, error_path
 from autotune.workload.workload import Workload
 
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers")

@@ -13,8 +13,8 @@ from autotune.machine.machine import Machine
 from autotune.probe.measurement import Measurement
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.virtual.client import Tracer
+from autotune.probe.virtual.job import Job
 from autotune.probe.virtual.prober import VirtualProber
-from autotune.probe.virtual.tracer import Job
 from autotune.settings import compose_settings
 
 SMALL = (

@@ -13,8 +13,8 @@ from autotune.candidate import Candidate
 from autotune.probe.virtual.client import Tracer
 from autotune.probe.virtual.depth import NotExtendable, extend, least_depth
 from autotune.probe.virtual.headroom import HEADROOM
+from autotune.probe.virtual.job import Job
 from autotune.probe.virtual.tape import Kind, Place, Tape, TapeWriter
-from autotune.probe.virtual.tracer import Job
 from autotune.settings import compose_settings
 from autotune.space.config import deepspeed_config
 
