@@ -64,11 +64,14 @@ def _verdict(prediction: Mapping[str, Any], machine: Machine) -> list[str]:
 
 def _print_holders(out: TextIO, prediction: Mapping[str, Any]) -> None:
     holders = prediction["holders"]
+    if not holders:  # an emulated device that is too small for its first tensor
+        return
     total = sum(holder["bytes"] for holder in holders)
     shown = [(h["kind"], h["name"] or NOTHING, h["bytes"], f"{h['count']:,}") for h in holders[:HOLDERS]]
     if rest := holders[HOLDERS:]:
         size, count = (sum(holder[name] for holder in rest) for name in ("bytes", "count"))
         shown.append((f"{len(rest)} smaller", NOTHING, size, f"{count:,}"))
+    when = "when it runs out of memory" if prediction["oom"] else "at the peak of a steady step"
     rows = [[kind, gib(size), percent(size / total), count, name] for kind, name, size, count in shown]
     columns = ["held by", "memory", "share", "blocks", "module"]
-    print_table(out, columns, rows, title="what holds it at the peak of a steady step")
+    print_table(out, columns, rows, title=f"what holds it {when}")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from autotune.errors import InfraError
@@ -78,22 +79,22 @@ class Tracer:
         assert process.stdout is not None
         first = self._numbered
         self._numbered += len(lines)
-        try:
-            for line in lines:
-                process.stdin.write(line + "\n")
-            process.stdin.flush()
-            for _ in lines:
-                reply = process.stdout.readline()
-                if not reply:
-                    raise BrokenPipeError
-                on_done(json.loads(reply)["done"] - first)
-        except BrokenPipeError:
-            message = last_line(self._log)
-            self.close()
-            raise InfraError(f"the process that traces died: {message}", "the same command goes on") from None
-        except BaseException:
-            self.close()  # interrupted in the middle: what it still traces is nobody's
-            raise
+        with ExitStack() as unless_done:
+            unless_done.callback(self.close)  # interrupted in the middle, what it still traces is nobody's
+            try:
+                for line in lines:
+                    process.stdin.write(line + "\n")
+                process.stdin.flush()
+                for _ in lines:
+                    reply = process.stdout.readline()
+                    if not reply:
+                        raise BrokenPipeError
+                    on_done(json.loads(reply)["done"] - first)
+            except BrokenPipeError:
+                raise InfraError(
+                    f"the process that traces died: {last_line(self._log)}", "the same command goes on"
+                ) from None
+            unless_done.pop_all()
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
@@ -121,16 +122,12 @@ class Tracer:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        try:
-            ready = self._process.stdout.readline()
-        except BaseException:
-            self.close()  # interrupted in the middle: the next reply would be taken for that of a job
-            raise
-        if not ready:
-            message = last_line(self._log)
-            self.close()
-            raise InfraError(
-                f"the process that traces did not start: {message}",
-                "run `python -m autotune.probe.virtual.tracer < /dev/null` to see more",
-            )
+        with ExitStack() as unless_ready:
+            unless_ready.callback(self.close)  # interrupted here, its first reply would be taken for that of a job
+            if not self._process.stdout.readline():
+                raise InfraError(
+                    f"the process that traces did not start: {last_line(self._log)}",
+                    "run `python -m autotune.probe.virtual.tracer < /dev/null` to see more",
+                )
+            unless_ready.pop_all()
         return self._process

@@ -82,7 +82,7 @@ def _dispatch(text: str) -> set[str]:
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("the virtual device runs nothing: a recorder must be active")
+    raise RuntimeError("the virtual device runs nothing: a recorder must be active")
 
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -13,7 +13,7 @@ def suspects(sizes: list[int], world: int, zero_stage: int) -> list[int]:
 
     ZeRO-1 and 2 give each rank an equal part of the flattened parameters, and a rank keeps the whole gradient of every
     parameter that its part touches, from when backward makes it. The last ranks' come first, while activations are
-    still there; and some rank's part touches most.
+    still there; and some ranks' parts touch most.
 
     Args:
         sizes: elements of the parameters, in the model's order.
@@ -29,5 +29,5 @@ def suspects(sizes: list[int], world: int, zero_stage: int) -> list[int]:
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         for rank in range((end - size) // part, min((end - 1) // part, world - 1) + 1):
             touched[rank] += size
-    most = max(range(world), key=lambda rank: (touched[rank], rank))
-    return sorted({most, world - 2, world - 1})
+    most = sorted(range(world), key=lambda rank: (touched[rank], rank))[-2:]
+    return sorted({*most, world - 2, world - 1})

@@ -64,7 +64,7 @@ class Session:
         headroom.watch(recorder.writer.facts)
         first = job.runs[0][0]
         self.engine = Engine(job.workload, job.machine, job.deepspeed_config, job.rank, place, recorder)
-        # Garbage is collected between phases only, so that a storage in a cycle dies at the same point every time.
+        # Garbage is collected between steps only, so that a storage in a cycle dies at the same point every time.
         gc.disable()
         try:
             with recorder:
@@ -95,6 +95,7 @@ class Session:
                 with self.recorder:
                     self.engine.checkpoint(candidate)
                     for _ in range(2):
+                        gc.collect()
                         self.engine.step(candidate.micro_batch, self.job.micro_steps)
             except OverBudget:
                 writer.facts["cut"] = True

@@ -267,7 +267,7 @@ class Tapes:
 
 
 def _micro_steps(program: Program) -> int:
-    """Micro-steps of a traced step: memory tells more than two from two no more than time does."""
+    """Micro-steps of a traced step: one, or a first and a last one; those between are like the first."""
     return min(program.candidate.accumulation, 2)
 
 

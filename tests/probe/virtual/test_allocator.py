@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -596,7 +597,7 @@ def check(allocator: CachingAllocator, capacity: int | None) -> None:
     assert allocator.peak_reserved >= reserved
 
 
-class Reference:
+class Reference(ABC):
     """What both references share: names, events and the order of attempts. Everything is searched through, slowly."""
 
     def __init__(self, capacity: int | None, max_split: int | None) -> None:
@@ -612,20 +613,20 @@ class Reference:
         return sum(size for size, _ in self.live.values())
 
     @property
-    def reserved(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def reserved(self) -> int: ...
 
-    def place(self, ident: int, size: int, stream: int, grow: bool) -> int | None:
-        raise NotImplementedError
+    @abstractmethod
+    def place(self, ident: int, size: int, stream: int, grow: bool) -> int | None: ...
 
-    def vacate(self, ident: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def vacate(self, ident: int) -> None: ...
 
-    def shrink(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def shrink(self) -> None: ...
 
-    def stream_of(self, ident: int) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def stream_of(self, ident: int) -> int: ...
 
     def release_oversize(self, size: int, stream: int) -> bool:
         return False
