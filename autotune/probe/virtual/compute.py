@@ -129,7 +129,7 @@ class VirtualRecorder(Recorder):  # type: ignore[no-untyped-call] # torch types 
             return self.wrap(elem, tensor._fake_device)
 
         FakeTensor.narrow = quick_narrow  # type: ignore[assignment]
-        FakeTensor.__getitem__ = quick_getitem  # type: ignore[method-assign,method-assign]
+        FakeTensor.__getitem__ = quick_getitem  # type: ignore[method-assign]
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = args[0]

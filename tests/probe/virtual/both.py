@@ -51,11 +51,6 @@ def trace(case: dict[str, Any], rank: int, recorder: Recorder, join: Any) -> Tap
     return recorder.writer.tape()
 
 
-def recorder_of(kind: type[Recorder]) -> Recorder:
-    writer = TapeWriter()
-    return kind(writer, Scope(writer))
-
-
 def real(case: dict[str, Any], rank: int, folder: Path) -> Tape:
     def join(machine: Any) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
@@ -64,7 +59,8 @@ def real(case: dict[str, Any], rank: int, folder: Path) -> Tape:
         dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
-    tape = trace(case, rank, recorder_of(Recorder), join)
+    writer = TapeWriter()
+    tape = trace(case, rank, Recorder(writer, Scope(writer)), join)
     dist.barrier()
     return tape
 
@@ -82,10 +78,12 @@ def settle(work: Any) -> None:
 
 
 def virtual(case: dict[str, Any], rank: int) -> Tape:
-    recorder = recorder_of(VirtualRecorder)
+    writer = TapeWriter()
+    recorder = VirtualRecorder(writer, Scope(writer))
     device.adapt_torch()
     world.hold_as_gloo()
     kernels.replace_deepspeed_operations(recorder)
+    recorder.slice_quickly()
     return trace(case, rank, recorder, lambda machine: world.join_world(rank, machine))
 
 
