@@ -77,6 +77,8 @@ class ProbeSettings:
             in proportion to the micro-steps that it makes.
         threads: processor threads per rank; None shares the cores equally.
         stop_losers: end a probe early whose best step cannot reach the best candidate so far.
+        host_reserve_gib: when less host memory than that is available, GiB, the probe is ended as `oom_host`, before
+            the kernel ends some other process; None for 2 % of the host's memory, 0.5 GiB at least and 8 at most.
     """
 
     name: str = "auto"
@@ -86,6 +88,7 @@ class ProbeSettings:
     deadline_s: float = 600.0
     threads: int | None = None
     stop_losers: bool = True
+    host_reserve_gib: float | None = None
 
 
 @dataclass
@@ -266,6 +269,8 @@ def check(settings: Settings) -> None:
     positive |= {"budget.probes": settings.budget.probes} if settings.budget.probes is not None else {}
     positive |= {"budget.minutes": settings.budget.minutes} if settings.budget.minutes is not None else {}
     positive |= {"probe.threads": settings.probe.threads} if settings.probe.threads is not None else {}
+    reserve = settings.probe.host_reserve_gib
+    positive |= {"probe.host_reserve_gib": reserve} if reserve is not None else {}
     for name, value in positive.items():
         if not 0 < value < float("inf"):
             raise SettingsError(

@@ -31,7 +31,7 @@ Sections (SECTION.KEY=VALUE; `--cfg job --resolve` prints them all, with the val
   objective  finalists (measured again, longer, before one of them wins)
   study      name, store (SQLAlchemy URL; also AUTOTUNE_STORE)
   machine    nodes, devices_per_node, device_memory_gib, headroom
-  probe      warmup_steps, steps, confirm_steps, deadline_s, threads, stop_losers
+  probe      warmup_steps, steps, confirm_steps, deadline_s, threads, stop_losers, host_reserve_gib
   output     folder of the studies
 
 Examples:

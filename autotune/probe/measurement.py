@@ -60,7 +60,8 @@ class Measurement:
         peak_reserved_bytes: what the allocator held then (equal to allocated where nothing caches, as on CPU).
         device_total_bytes: all that the device had in use, context and communication buffers included.
         needed_bytes: for an OOM, a lower bound of what it would have taken, where the failure told.
-        host_peak_bytes: resident memory of all ranks of the fullest node.
+        host_peak_bytes: what the ranks of the fullest node and their children held of its memory at once, shared pages
+            counted once, pinned memory included; `detail["host_bytes"]` has every node's.
         memory: phase → list over ranks of that rank's meters (see autotune/probe/torchrun/meters.py).
         losses: the loss of every optimizer step in order, rank 0's mean over its micro-steps.
         overhead_s: `wall_s` less warm-up, tape and measured steps.

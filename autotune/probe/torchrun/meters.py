@@ -10,30 +10,21 @@ A meter record of one phase has, in bytes where not said otherwise:
     retries, ooms     counts of the allocator's cache flushes and failed requests so far (CUDA only)
     host              bytes that belong to the host: offloaded states and parameters, saved inputs
     pss               resident memory of this process, shared pages shared out
+    pinned            host memory that torch has from the driver, which is in nobody's resident memory (CUDA only)
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from autotune.probe.torchrun.limit import NEAR, DeviceLimit, return_freed_memory
+from autotune.probe.torchrun.procfs import pss_bytes
 from autotune.probe.torchrun.tape import Tape
 from autotune.workload.checkpointing import HostInput
-
-
-def pss_bytes() -> int:
-    """Resident memory of this process with shared pages shared out (Pss of /proc/self/smaps_rollup), bytes."""
-    try:
-        found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-    except OSError:  # kernels without CONFIG_PROC_PAGE_MONITOR
-        found = None
-    return int(found[1]) * 1024 if found else 0
 
 
 class Meters(Protocol):

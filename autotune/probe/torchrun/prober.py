@@ -13,13 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from autotune.candidate import Candidate
 from autotune.errors import SettingsError
+from autotune.machine.machine import GIB
 from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.spread import median_spread
 from autotune.probe.torchrun.cold import Cold
 from autotune.probe.torchrun.describe import Description
+from autotune.probe.torchrun.host_memory import HostFull, held_by_nodes
 from autotune.probe.torchrun.launcher import Launcher, Tell, environment
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
 from autotune.probe.torchrun.verdict import Evidence, Verdict, judge, memory_by_phase, worst
@@ -97,9 +101,11 @@ class TorchrunProber:
                 vanished=report["vanished"],
                 agent_error=report["error"],
                 kernel_killed=_kernel_kills() > killed,
+                host_full=next((HostFull(**host["full"]) for host in report["hosts"] if host["full"]), None),
             )
             verdict = judge(evidence)
             detail = _detail(directory, verdict, evidence)
+            detail["host_bytes"] = [host["peak_bytes"] for host in report["hosts"]]
         return self._measurement(request, evidence, verdict, detail, time.monotonic() - began)
 
     def close(self) -> None:
@@ -123,6 +129,7 @@ class TorchrunProber:
             stop_below_tokens_per_s=None if request.confirmation else request.stop_below_tokens_per_s,
             threads=self._threads,
             processors=self._processors,
+            host_reserve_bytes=reserve_bytes(self._settings.probe.host_reserve_gib),
         )
 
     def _deadline_s(self, spec: ProbeSpec) -> float:
@@ -142,6 +149,11 @@ class TorchrunProber:
         memory = memory_by_phase(results)
         allocated, reserved, total = (worst(memory, m) for m in ("allocated", "reserved", "device_total"))
         needed = [r.needed_bytes for r in results if r is not None and r.needed_bytes]
+        if evidence.host_full is not None and evidence.host_full.needed_bytes and verdict.outcome is Outcome.OOM_HOST:
+            needed.append(evidence.host_full.needed_bytes)
+        machine = self._machine
+        hosts = held_by_nodes(memory, machine.nodes, machine.devices_per_node, detail["host_bytes"])
+        detail["host_bytes"] = hosts
         whole: dict[str, Any] = {}
         first = results[0] if results else None
         if first is not None and verdict.outcome in (Outcome.OK, Outcome.STOPPED):
@@ -158,7 +170,7 @@ class TorchrunProber:
             device_total_bytes=total[0] if total else None,
             worst_rank=allocated[1] if allocated else verdict.rank,
             needed_bytes=max(needed, default=None),
-            host_peak_bytes=sum(r.host_peak_bytes for r in results if r is not None) or None,
+            host_peak_bytes=max(hosts) or None,
             skipped_steps=max((r.skipped_steps for r in results if r is not None), default=0),
             memory=memory,
             wall_s=wall_s,
@@ -199,6 +211,17 @@ def make_launcher(settings: Settings, tell: Tell = lambda text: None) -> Launche
         raise SettingsError(f"launcher={name} is unknown", f"one of {', '.join(sorted(LAUNCHERS))}")
     threads, _ = placement(settings)
     return LAUNCHERS[name](environment(settings.machine, settings.workload, threads), tell)
+
+
+def reserve_bytes(gib: float | None) -> int:
+    """`probe.host_reserve_gib` in bytes, or its default: 2 % of the host's memory, but 0.5 GiB at least and 8 at most.
+
+    The ranks of a node can touch some 20 GB/s together and are looked at every tenth of a second: they take at most a
+    few GiB before they are gone. What is kept on a small host is for the tuner itself and the kernel.
+    """
+    if gib is not None:
+        return int(gib * GIB)
+    return int(min(max(psutil.virtual_memory().total * 0.02, GIB // 2), 8 * GIB))
 
 
 def placement(settings: Settings) -> tuple[int, list[list[int]]]:

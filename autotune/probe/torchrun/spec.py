@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.candidate import Candidate
-from autotune.machine.machine import Machine
+from autotune.machine.machine import GIB, Machine
 from autotune.workload.phase import Phase
 from autotune.workload.workload import Workload
 
@@ -34,6 +34,7 @@ class ProbeSpec:
         stop_below_tokens_per_s: see ProbeRequest.
         threads: per rank.
         processors: of each local rank, by local rank.
+        host_reserve_bytes: when a node has less memory left than that, its ranks are ended.
     """
 
     directory: str
@@ -49,6 +50,12 @@ class ProbeSpec:
     stop_below_tokens_per_s: float | None
     threads: int
     processors: list[list[int]]
+    host_reserve_bytes: int
+
+    @property
+    def host_limit_bytes(self) -> int:
+        """What the ranks of one node may hold of its memory; 0 where that is not known."""
+        return int(self.machine.host_memory_gib * GIB)
 
     @property
     def untimed_micro_steps(self) -> int:
@@ -99,7 +106,6 @@ class RankResult:
         stopped: it ended early because it could not win.
         step_times_s: the measured steps; with sampled accumulation each is solved from a pair of windows.
         memory: phase → meters.
-        host_peak_bytes: this rank's share of resident memory (PSS), the most that was seen.
         unmeasured_s: warm-up and tape steps; measured_s: the measured steps.
     """
 
@@ -116,7 +122,6 @@ class RankResult:
     losses: list[float] = field(default_factory=list)
     skipped_steps: int = 0
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
-    host_peak_bytes: int = 0
     unmeasured_s: float = 0.0
     measured_s: float = 0.0
     timeline_s: dict[str, float] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.probe.measurement import Outcome
+from autotune.probe.torchrun.host_memory import HostFull
 from autotune.probe.torchrun.spec import Beat, RankResult
 from autotune.workload.phase import Phase
 
@@ -23,6 +24,7 @@ class Evidence:
         vanished: the rank whose end without a word ended it.
         agent_error: what kept the launcher from its work.
         kernel_killed: whether the kernel's OOM killer was at work meanwhile.
+        host_full: why the ranks of a node were ended by the guard of its memory.
     """
 
     results: list[RankResult | None]
@@ -32,6 +34,7 @@ class Evidence:
     vanished: int | None
     agent_error: str | None
     kernel_killed: bool
+    host_full: HostFull | None = None
 
     def phase(self, rank: int) -> Phase | None:
         """What a rank was last doing; None where it never started."""
@@ -55,7 +58,8 @@ def judge(evidence: Evidence) -> Verdict:
 
     A rank that told its own failure is believed before anything else; of several the first in time is the cause,
     except that running out of memory explains what its peers see, and not the other way round. Then come the
-    deadline, deaths without a word, the launcher's own trouble, what peers saw, and last silence.
+    guard of the host's memory, the deadline, deaths without a word, the launcher's own trouble, what peers saw, and
+    last silence.
     """
     failed = [r for r in evidence.results if r is not None and r.failure is not None]
     told = [r for r in failed if not r.peer_lost]
@@ -65,6 +69,10 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.results and not failed and None not in evidence.results and not evidence.timed_out:
         stopped = any(r is not None and r.stopped for r in evidence.results)
         return Verdict(Outcome.STOPPED if stopped else Outcome.OK)
+    if evidence.host_full is not None:
+        full = evidence.host_full
+        phase = evidence.phase(full.rank) if full.rank is not None else None
+        return Verdict(Outcome.OOM_HOST if full.ours else Outcome.INFRA, phase, full.rank, full.message)
     if evidence.timed_out:
         late = _last(evidence)
         if late is None:

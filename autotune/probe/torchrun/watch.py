@@ -7,8 +7,9 @@ from pathlib import Path
 
 import psutil
 
+from autotune.probe.torchrun.host_memory import HostMemory
 from autotune.probe.torchrun.launcher import AgentReport
-from autotune.probe.torchrun.spec import Pulse, RankResult
+from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
 
 GRACE_S = 6.0
 """After the ranks are gone or killed, the agent has so long to say so before it is killed too, seconds."""
@@ -29,16 +30,20 @@ class Watch:
         self._deadline = time.monotonic() + deadline_s
         self._killed_at: float | None = None
         self._gone: tuple[int, float] | None = None
+        spec = ProbeSpec.read(directory / "spec.json")
+        self._host = HostMemory(spec.host_limit_bytes, spec.host_reserve_bytes)
         self.timed_out = False
         self.vanished: int | None = None
 
     def overdue(self) -> bool:
-        """Kill the ranks at the deadline, or when one of them is gone without a word; True when that failed."""
+        """Kill the ranks at the deadline, when the host is full, or when one went without a word; True if in vain."""
         now = time.monotonic()
         if self._killed_at is not None:
             return now > self._killed_at + GRACE_S
         if now > self._deadline:
             self.timed_out = True
+            self.kill()
+        elif self._host.look(self._running()):
             self.kill()
         elif self._gone is None:
             rank = self._missing()  # the first to go: its peers may follow before the agent has told
@@ -50,7 +55,8 @@ class Watch:
 
     def report(self, said: AgentReport) -> AgentReport:
         """The agent's report with what was seen from outside."""
-        return said | {"timed_out": self.timed_out, "vanished": self.vanished}
+        seen = {"timed_out": self.timed_out, "vanished": self.vanished, "hosts": [self._host.report()]}
+        return said | seen
 
     def kill(self) -> None:
         """End every rank of this probe that is still there, and only those."""
@@ -70,6 +76,11 @@ class Watch:
         except psutil.NoSuchProcess:
             return None
         return process if same else None
+
+    def _running(self) -> dict[int, int]:
+        """Rank → process, of those that are there."""
+        processes = {rank: self._process(rank) for rank in range(self._world)}
+        return {rank: process.pid for rank, process in processes.items() if process is not None}
 
     def _missing(self) -> int | None:
         """A rank that has started, is no more, and left no result; None where there is none."""

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from autotune.probe.torchrun.failure import DivergedError, classify, is_peer_lost, requested_bytes
-from autotune.probe.torchrun.leash import die_with_parent
+from autotune.probe.torchrun.leash import die_first, die_with_parent
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
 from autotune.space.config import allocator_environment
 from autotune.workload.phase import Phase
@@ -35,6 +35,7 @@ def run(spec_path: str) -> None:
     may be waiting for it in a collective.
     """
     die_with_parent()
+    die_first()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     spec = ProbeSpec.read(spec_path)
     pulse = Pulse(spec.directory, rank)
@@ -313,7 +314,6 @@ class _Rank:
         kept = self.result.memory.setdefault(str(name), record)
         for key, value in record.items():
             kept[key] = max(kept.get(key, 0), value)
-        self.result.host_peak_bytes = max(self.result.host_peak_bytes, record["pss"])
 
     def mark(self, name: str) -> None:
         """Keep how long it took to come here, seconds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Model(nn.Module):
     def __init__(self, fault: str, width: int, blocks: int) -> None:
         super().__init__()
         self.fault = fault
+        self.eaten: list[Any] = []
         self.embed = nn.Embedding(256, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
 
@@ -75,6 +77,12 @@ class Model(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "memory":
             raise MemoryError
+        if self.fault == "adjusted":
+            raise ValueError(f"oom_score_adj is {Path('/proc/self/oom_score_adj').read_text()}")
+        if self.fault == "eat":  # the host's memory, 30 MB at a time
+            while True:
+                self.eaten.append(bytearray(os.urandom(1024)) * 30_000)
+                time.sleep(0.01)
 
 
 def build(fault: str = "none", width: int = 64, blocks: int = 4) -> Any:
