@@ -93,9 +93,29 @@ class ProbeSettings:
 
 @dataclass
 class LauncherSettings:
-    """How ranks are started: `warm` (forked from a process that has imported everything) or `cold` (torchrun)."""
+    """How ranks are started.
+
+    Attributes:
+        name: `warm` (forked from a process that has imported everything), `cold` (a torchrun for each probe), or, on
+            several nodes, `slurm` (a step for each probe) or `hosts` (over ssh).
+        python: on the nodes; None for the path of the one here.
+        start_s: the nodes may take so long to start their part of a probe, seconds; no part of its deadline.
+        partition, account, time: of the allocation that `slurm` submits where there is none.
+        sbatch_args, srun_args: what else those commands are given.
+        hostfile: of `hosts`, as DeepSpeed's launcher takes it.
+        ssh_options: what else ssh is given.
+    """
 
     name: str = "warm"
+    python: str | None = None
+    start_s: float = 300.0
+    partition: str | None = None
+    account: str | None = None
+    time: str = "4:00:00"
+    sbatch_args: list[str] = field(default_factory=list)
+    srun_args: list[str] = field(default_factory=list)
+    hostfile: str | None = None
+    ssh_options: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -264,6 +284,7 @@ def check(settings: Settings) -> None:
         "probe.confirm_steps": settings.probe.confirm_steps,
         "probe.deadline_s": settings.probe.deadline_s,
         "objective.finalists": settings.objective.finalists,
+        "launcher.start_s": settings.launcher.start_s,
     }
     positive |= {"workload.global_batch": workload.global_batch} if workload.global_batch is not None else {}
     positive |= {"budget.probes": settings.budget.probes} if settings.budget.probes is not None else {}

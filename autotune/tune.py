@@ -17,6 +17,7 @@ from autotune.probe.prober import ModelProber
 from autotune.probe.torchrun.describe import Description
 from autotune.probe.torchrun.launcher import Tell
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
+from autotune.probe.torchrun.remote.reach import REMOTE, check_reach
 from autotune.report.summary import print_summary
 from autotune.report.terminal import progress
 from autotune.search.result import Result
@@ -96,6 +97,9 @@ def chosen(settings: Settings) -> tuple[str, str]:
         raise SettingsError(f"probe={name} is unknown", f"auto, torchrun or {VIRTUAL}")
     if name == VIRTUAL:
         return VIRTUAL, f"probe={VIRTUAL} asks for it"
+    if settings.launcher.name in REMOTE:
+        check_reach(settings)
+        return "torchrun", ""  # what the nodes are is looked at there: here may be no device at all
     reason = not_here_reason(settings.machine)
     if reason and name == "torchrun":
         raise SettingsError(reason, f"run it on that machine, or plan for it here with probe={VIRTUAL}")

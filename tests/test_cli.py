@@ -137,7 +137,7 @@ REFUSED = {
         ("machine=b200", "probe=torchrun"), 2, "machine=b200 has NVIDIA B200", "probe=virtual"
     ),
     "an unknown probe": Refused(("probe.name=crystal",), 2, "probe=crystal is unknown", "virtual"),
-    "an unknown launcher": Refused(("launcher=nonsense",), 2, "launcher=nonsense", "cold, warm"),
+    "an unknown launcher": Refused(("launcher=nonsense",), 2, "launcher=nonsense", "cold, hosts, slurm, warm"),
     "an unknown flag": Refused(("--frobnicate",), 2, "--frobnicate", "--help"),
     "a misspelt verb": Refused(("trails", "mine"), 2, "trails", "did you mean trials"),
     "a factory without a function": Refused(("model=custom", "model.factory=mine"), 2, "names no function", "module:"),

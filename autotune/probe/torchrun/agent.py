@@ -32,21 +32,24 @@ def launch(spec_path: str, start_method: str) -> dict[str, Any]:
         start_method: `forkserver` for ranks forked from a preloaded process, `spawn` for fresh ones.
 
     Returns:
-        `exit_codes`: {local rank: exit code, negative for a signal} of the ranks that failed by themselves, and
+        `exit_codes`: {rank: exit code, negative for a signal} of the ranks that failed by themselves, and
         `error`: what kept the agent from doing its work, or None.
     """
     spec = ProbeSpec.read(spec_path)
     logs = Path(spec.directory) / "logs"
     logs.mkdir(exist_ok=True)
+    meeting = spec.rendezvous
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=spec.machine.nodes,
+        max_nodes=spec.machine.nodes,
         nproc_per_node=spec.machine.devices_per_node,
-        run_id=uuid.uuid4().hex,
+        run_id=meeting.identifier if meeting else uuid.uuid4().hex,
         max_restarts=0,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        rdzv_configs={"timeout": 60},
+        rdzv_endpoint=meeting.endpoint if meeting else "localhost:0",
+        # Told which node opens the store, the others never do, and a port that is taken is an error, not a stranger.
+        rdzv_configs={"timeout": 60} | ({"is_host": meeting.first} if meeting else {}),
+        local_addr=meeting.address if meeting else None,
         start_method=start_method,
         monitor_interval=0.05,
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,

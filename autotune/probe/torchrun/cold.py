@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, leashed
-from autotune.probe.torchrun.starting import compile_operations
+from autotune.probe.torchrun.launcher import AgentReport, Tell, leashed
+from autotune.probe.torchrun.starting import compile_operations, describe_here
 from autotune.probe.torchrun.watch import Watch, kill_tree
 
 
@@ -24,8 +24,7 @@ class Cold:
 
     def describe(self, directory: Path) -> None:
         """See Launcher."""
-        command = [sys.executable, "-m", "autotune.probe.torchrun.describe", str(directory)]
-        subprocess.run(leashed(command), env=self._environ, check=False, capture_output=True, timeout=START_S)
+        describe_here(directory, self._environ)
 
     def run(self, spec_path: Path, world: int, deadline_s: float) -> AgentReport:
         """See Launcher."""

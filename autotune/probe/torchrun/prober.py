@@ -25,6 +25,11 @@ from autotune.probe.torchrun.cold import Cold
 from autotune.probe.torchrun.describe import Description
 from autotune.probe.torchrun.host_memory import HostFull, held_by_nodes
 from autotune.probe.torchrun.launcher import Launcher, Tell, environment
+from autotune.probe.torchrun.placement import placement
+from autotune.probe.torchrun.remote.hosts import SshHosts
+from autotune.probe.torchrun.remote.launcher import Remote
+from autotune.probe.torchrun.remote.reach import REMOTE
+from autotune.probe.torchrun.remote.slurm import SlurmSteps
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
 from autotune.probe.torchrun.verdict import Evidence, Verdict, judge, memory_by_phase, worst
 from autotune.probe.torchrun.warm import Warm
@@ -33,7 +38,6 @@ from autotune.space.config import deepspeed_config
 
 SAMPLE_ABOVE = 4
 """Longer accumulations are timed by windows of 2 and of 4 micro-steps, except on CPU and in confirmations."""
-LAUNCHERS: dict[str, Callable[[dict[str, str], Tell], Launcher]] = {"warm": Warm, "cold": Cold}
 PROTOCOL = 1
 """Raised whenever what is measured changes, so that older measurements are not taken for new ones."""
 
@@ -51,7 +55,7 @@ class TorchrunProber:
     def __init__(self, settings: Settings, launcher: Launcher) -> None:
         self._settings = settings
         self._machine, self._workload = settings.machine, settings.workload
-        self._threads, self._processors = placement(settings)
+        self._threads, self._processors = placed(settings)
         self._launcher = launcher
         self._description: Description | None = None
 
@@ -207,10 +211,16 @@ def make_launcher(settings: Settings, tell: Tell = lambda text: None) -> Launche
         SettingsError: there is none of that name.
     """
     name = settings.launcher.name
-    if name not in LAUNCHERS:
-        raise SettingsError(f"launcher={name} is unknown", f"one of {', '.join(sorted(LAUNCHERS))}")
-    threads, _ = placement(settings)
-    return LAUNCHERS[name](environment(settings.machine, settings.workload, threads), tell)
+    environ = environment(settings.machine, settings.workload, placed(settings)[0])
+    launchers: dict[str, Callable[[], Launcher]] = {
+        "warm": lambda: Warm(environ, tell),
+        "cold": lambda: Cold(environ, tell),
+        "slurm": lambda: Remote(SlurmSteps(settings, tell), settings.machine, environ, settings.launcher.start_s, tell),
+        "hosts": lambda: Remote(SshHosts(settings), settings.machine, environ, settings.launcher.start_s, tell),
+    }
+    if name not in launchers:
+        raise SettingsError(f"launcher={name} is unknown", f"one of {', '.join(sorted(launchers))}")
+    return launchers[name]()
 
 
 def reserve_bytes(gib: float | None) -> int:
@@ -224,18 +234,12 @@ def reserve_bytes(gib: float | None) -> int:
     return int(min(max(psutil.virtual_memory().total * 0.02, GIB // 2), 8 * GIB))
 
 
-def placement(settings: Settings) -> tuple[int, list[list[int]]]:
-    """(threads per rank, processors of each local rank): cores shared equally, the rest left idle.
-
-    Where there are fewer cores than ranks, ranks share them and nothing is pinned.
-    """
-    available = sorted(os.sched_getaffinity(0))
-    ranks = settings.machine.devices_per_node
-    share = len(available) // ranks
-    threads = settings.probe.threads or max(1, share)
-    if share == 0 or threads > share:
-        return threads, [[] for _ in range(ranks)]
-    return threads, [available[rank * share : (rank + 1) * share] for rank in range(ranks)]
+def placed(settings: Settings) -> tuple[int, list[list[int]]]:
+    """(threads per rank, processors of each local rank); other nodes choose among their own processors."""
+    machine = settings.machine
+    here = sorted(os.sched_getaffinity(0))
+    available = range(machine.cores) if settings.launcher.name in REMOTE and machine.cores else here
+    return placement(available, machine.devices_per_node, settings.probe.threads)
 
 
 @contextmanager
@@ -256,7 +260,7 @@ def _detail(directory: Path, verdict: Verdict, evidence: Evidence) -> dict[str, 
     if verdict.trace:
         detail["trace"] = verdict.trace
     else:
-        logs = sorted(directory.glob(f"logs/**/{verdict.rank or 0}/stderr.log")) + sorted(directory.glob("agent.log"))
+        logs = sorted(directory.glob(f"logs/**/{verdict.rank or 0}/stderr.log")) + sorted(directory.glob("agent*.log"))
         tails = [text[-4000:] for log in logs if (text := log.read_text(errors="replace").strip())]
         if tails:
             detail["stderr"] = tails[0]

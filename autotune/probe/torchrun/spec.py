@@ -20,6 +20,23 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the agents of several nodes meet.
+
+    Attributes:
+        endpoint: host:port of the first node's store.
+        identifier: of this probe; agents of another one are no peers.
+        first: whether it is this node that opens the store.
+        address: of this node, as its peers reach it.
+    """
+
+    endpoint: str
+    identifier: str
+    first: bool
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeSpec:
     """All that a rank needs to know; plain data, so that ranks need no Hydra, Optuna or SQLAlchemy.
 
@@ -35,6 +52,7 @@ class ProbeSpec:
         threads: per rank.
         processors: of each local rank, by local rank.
         host_reserve_bytes: when a node has less memory left than that, its ranks are ended.
+        rendezvous: where the nodes' agents meet; None where there is one node.
     """
 
     directory: str
@@ -51,6 +69,7 @@ class ProbeSpec:
     threads: int
     processors: list[list[int]]
     host_reserve_bytes: int
+    rendezvous: Rendezvous | None = None
 
     @property
     def host_limit_bytes(self) -> int:
@@ -77,6 +96,7 @@ class ProbeSpec:
             "candidate": self.candidate.to_dict(),
             "workload": self.workload.to_dict(),
             "machine": self.machine.to_dict(),
+            "rendezvous": dataclasses.asdict(self.rendezvous) if self.rendezvous else None,
         }
         path.write_text(json.dumps(values))
         return path
@@ -89,6 +109,7 @@ class ProbeSpec:
         values["candidate"] = Candidate.from_dict(values["candidate"])
         values["workload"] = Workload.from_dict(values["workload"])
         values["machine"] = Machine.from_dict(values["machine"])
+        values["rendezvous"] = Rendezvous(**values["rendezvous"]) if values["rendezvous"] else None
         return cls(**values)
 
 

@@ -44,6 +44,12 @@ def wait_telling(
     return None
 
 
+def describe_here(directory: Path, environ: dict[str, str]) -> None:
+    """Run autotune.probe.torchrun.describe on a directory, in a process of its own."""
+    command = [sys.executable, "-m", "autotune.probe.torchrun.describe", str(directory)]
+    subprocess.run(leashed(command), env=environ, check=False, capture_output=True, timeout=START_S)
+
+
 def compile_operations(environ: dict[str, str], tell: Tell) -> None:
     """Compile DeepSpeed's C++ operations in a process of its own, unless they are.
 

@@ -23,12 +23,18 @@ CLOSE_S = 1.0
 
 
 class Warm:
-    """One long-lived host process (host.py), whose fork server starts ranks in tens of milliseconds."""
+    """One long-lived host process (host.py), whose fork server starts ranks in tens of milliseconds.
+
+    Args:
+        environ: of every rank.
+        tell: takes a sentence when something takes its time.
+        prepared: whether DeepSpeed's operations are known to be compiled here.
+    """
 
     name = "warm"
 
-    def __init__(self, environ: dict[str, str], tell: Tell) -> None:
-        self._environ, self._tell = environ, tell
+    def __init__(self, environ: dict[str, str], tell: Tell, prepared: bool = False) -> None:
+        self._environ, self._tell, self._prepared = environ, tell, prepared
         self._host: subprocess.Popen[bytes] | None = None
         self._requests = self._replies = -1
         self._buffer = b""
@@ -79,9 +85,15 @@ class Warm:
     def _alive(self) -> bool:
         return self._host is not None and self._host.poll() is None
 
-    def _start(self) -> None:
-        if self._environ["DS_ACCELERATOR"] != "cpu":
+    def start(self) -> None:
+        """Start the host process, and with it the fork server.
+
+        Raises:
+            InfraError: it does not start.
+        """
+        if self._environ["DS_ACCELERATOR"] != "cpu" and not self._prepared:
             compile_operations(self._environ, self._tell)
+        self._prepared = True
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self._buffer = b""
@@ -115,7 +127,7 @@ class Warm:
                 os.write(self._requests, line)
                 return
         self.close()
-        self._start()
+        self.start()
         os.write(self._requests, line)
 
     def _reply(self, timeout_s: float) -> AgentReport | None:
