@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autotune.probe.torchrun import worker
+from autotune.probe.torchrun.process import adopt_orphans, end_orphans
 from autotune.probe.torchrun.spec import ProbeSpec
 
 SHUTDOWN_TIMEOUT_S = 2
@@ -71,7 +72,9 @@ def launch(spec_path: str, start_method: str) -> dict[str, Any]:
 def main() -> None:
     """The cold launcher's program: one probe, its agent's report in `agent.json` of the run directory."""
     spec_path = sys.argv[1]
+    adopt_orphans()
     report = launch(spec_path, "spawn")
+    end_orphans(set())
     path = Path(spec_path).with_name("agent.json")
     part = path.with_suffix(".part")
     part.write_text(json.dumps(report))

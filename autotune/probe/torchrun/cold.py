@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 from autotune.probe.torchrun.launcher import AgentReport, Tell, leashed
+from autotune.probe.torchrun.process import kill_session
 from autotune.probe.torchrun.starting import compile_operations, describe_here
-from autotune.probe.torchrun.watch import Watch, kill_tree
+from autotune.probe.torchrun.watch import Watch
 
 
 class Cold:
@@ -45,13 +46,13 @@ class Cold:
             while agent.poll() is None and not watch.overdue():
                 time.sleep(0.05)
         finally:
-            kill_tree(agent.pid)
+            kill_session(agent.pid)
             agent.wait()
             watch.kill()
         try:
             report: AgentReport = json.loads((spec_path.parent / "agent.json").read_text())
         except (OSError, ValueError):
-            error = None if watch.timed_out else "torchrun ended without a report"
+            error = None if watch.ended else "torchrun ended without a report"
             report = {"exit_codes": {}, "error": error}
         return watch.report(report)
 

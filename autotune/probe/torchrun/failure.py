@@ -19,6 +19,7 @@ _PEER_LOST = re.compile(
     r"NCCL (error|communicator)|remote process",
     re.IGNORECASE,
 )
+_NO_SPACE = re.compile(r"no space left on device|error while creating shared memory segment", re.IGNORECASE)
 _REQUEST = (
     (re.compile(r"tried to allocate (\d+) bytes"), 1),
     (re.compile(r"Tried to allocate ([\d.]+) KiB"), 2**10),
@@ -28,7 +29,20 @@ _REQUEST = (
 
 
 class DivergedError(Exception):
-    """Raised when the loss is not finite, or step after step is skipped."""
+    """Raised when the loss is not finite, or step after step is skipped.
+
+    Args:
+        phase: where that comes from; it is noticed later.
+        message: what was seen.
+    """
+
+    def __init__(self, phase: Phase, message: str) -> None:
+        super().__init__(message)
+        self.phase = phase
+
+
+class UnfitRank(Exception):
+    """Raised when a rank cannot do its work because of how it was started."""
 
 
 def requested_bytes(error: Exception) -> int:
@@ -51,6 +65,8 @@ def classify(error: Exception, phase: Phase, full: bool, on_cpu: bool) -> str:
     """
     if isinstance(error, DivergedError):
         return "diverged"
+    if isinstance(error, UnfitRank) or is_no_space(error):
+        return "infra"
     if on_cpu:
         if is_allocation_failure(error) and full:
             return "oom_device"
@@ -61,6 +77,13 @@ def classify(error: Exception, phase: Phase, full: bool, on_cpu: bool) -> str:
     elif isinstance(error, MemoryError):
         return "oom_host"
     return "invalid" if phase is Phase.INIT and _is_refusal(error) else "crashed"
+
+
+def is_no_space(error: Exception) -> bool:
+    """Whether a disk or /dev/shm is full: trouble of the machine, which says nothing about what ran."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return isinstance(error, RuntimeError) and bool(_NO_SPACE.search(str(error)))
 
 
 def is_peer_lost(error: Exception) -> bool:

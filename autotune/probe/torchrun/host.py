@@ -11,10 +11,12 @@ import json
 import multiprocessing
 import os
 import sys
+from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from autotune.probe.torchrun import describe, preload
 from autotune.probe.torchrun.agent import launch
+from autotune.probe.torchrun.process import Identity, adopt_orphans, children, end_orphans
 
 
 def main() -> None:
@@ -26,13 +28,21 @@ def main() -> None:
         replies.write(json.dumps(answer) + "\n")
         replies.flush()
 
+    adopt_orphans()
     os.environ[preload.FORK_SERVER] = "1"
     multiprocessing.set_forkserver_preload([preload.__name__])
     context = multiprocessing.get_context("forkserver")
-    first = context.Process(target=_nothing)
+    ours, theirs = context.Pipe()
+    first = context.Process(target=_first_rank, args=(theirs,))
     first.start()
+    theirs.close()
+    try:
+        server = Identity(*ours.recv())
+    except EOFError:
+        reply({"ready": False})
+        return
     first.join()
-    reply({"ready": first.exitcode == 0})
+    reply({"ready": True})
     for line in requests:
         request = json.loads(line)
         if "describe" in request:
@@ -41,11 +51,17 @@ def main() -> None:
             process.join()
             reply({"exit_codes": {0: process.exitcode}, "error": None})
         else:
-            reply(launch(request["spec"], "forkserver"))
+            known = children()
+            report = launch(request["spec"], "forkserver")
+            end_orphans(known)
+            reply(report if server.alive() else report | {"exit_codes": {}, "error": "the fork server died"})
 
 
-def _nothing() -> None:
-    """The first rank: its end says that the fork server has imported everything."""
+def _first_rank(answer: Connection) -> None:
+    """Tell which process the fork server is: it has imported everything by then."""
+    server = Identity.of(os.getppid())
+    assert server is not None
+    answer.send((server.pid, server.started))
 
 
 if __name__ == "__main__":

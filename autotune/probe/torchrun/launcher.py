@@ -34,7 +34,7 @@ class Launcher(Protocol):
         """Run a probe's ranks to their end or to the deadline; afterwards none of them is left.
 
         Returns:
-            The agent's report (see agent.launch), with `timed_out` and `vanished` beside it (see watch.py).
+            The agent's report (see agent.launch), with `timed_out`, `stopped` and `vanished` beside it (see watch.py).
 
         Raises:
             InfraError: the launcher's own processes could not be started.

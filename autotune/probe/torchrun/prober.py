@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import psutil
 
 from autotune.candidate import Candidate
-from autotune.errors import SettingsError
+from autotune.errors import InfraError, SettingsError
 from autotune.machine.machine import GIB
 from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
@@ -30,6 +27,7 @@ from autotune.probe.torchrun.remote.hosts import SshHosts
 from autotune.probe.torchrun.remote.launcher import Remote
 from autotune.probe.torchrun.remote.reach import REMOTE
 from autotune.probe.torchrun.remote.slurm import SlurmSteps
+from autotune.probe.torchrun.rundir import full_place, remove_stale, run_directory
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
 from autotune.probe.torchrun.verdict import Evidence, Verdict, judge, memory_by_phase, worst
 from autotune.probe.torchrun.warm import Warm
@@ -58,6 +56,7 @@ class TorchrunProber:
         self._threads, self._processors = placed(settings)
         self._launcher = launcher
         self._description: Description | None = None
+        remove_stale()
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -74,16 +73,24 @@ class TorchrunProber:
         """What is known of the model before it is probed; looked up once.
 
         Raises:
-            InfraError: the launcher does not start.
+            InfraError: the launcher does not start, or has no disk to work on.
         """
         if self._description is None:
-            with _run_directory() as directory:
-                asked = {"workload": self._workload.to_dict(), "working_directory": os.getcwd()}
-                (directory / "workload.json").write_text(json.dumps(asked))
-                self._launcher.describe(directory)
-                path = directory / "description.json"
-                self._description = Description(**json.loads(path.read_text())) if path.exists() else Description()
+            try:
+                self._description = self._described()
+            except OSError as error:
+                raise InfraError(
+                    f"a run directory cannot be used: {error}", "make room there, or name another place with TMPDIR"
+                ) from error
         return self._description
+
+    def _described(self) -> Description:
+        with run_directory() as directory:
+            asked = {"workload": self._workload.to_dict(), "working_directory": os.getcwd()}
+            (directory / "workload.json").write_text(json.dumps(asked))
+            self._launcher.describe(directory)
+            path = directory / "description.json"
+            return Description(**json.loads(path.read_text())) if path.exists() else Description()
 
     def prepare(self, candidates: Sequence[Candidate], on_progress: Callable[[int, int], None]) -> None:
         """A measurement is made when it is asked for."""
@@ -92,8 +99,15 @@ class TorchrunProber:
         """See Prober."""
         self.describe()
         began = time.monotonic()
+        try:
+            return self._probe(request, began)
+        except OSError as error:  # the run directory cannot be made, or the spec not be written
+            message = f"the probe's run directory cannot be used: {error}"
+            return Measurement(Outcome.INFRA, self.kind, message=message, wall_s=time.monotonic() - began)
+
+    def _probe(self, request: ProbeRequest, began: float) -> Measurement:
         killed = _kernel_kills()
-        with _run_directory() as directory:
+        with run_directory() as directory:
             spec = self.spec(request, directory)
             world = self._machine.world_size
             report = self._launcher.run(spec.write(), world, self._deadline_s(spec))
@@ -102,10 +116,13 @@ class TorchrunProber:
                 beats=[Pulse.read(directory, rank) for rank in range(world)],
                 exit_codes={int(rank): code for rank, code in report["exit_codes"].items()},
                 timed_out=report["timed_out"],
+                stopped=report["stopped"],
                 vanished=report["vanished"],
                 agent_error=report["error"],
                 kernel_killed=_kernel_kills() > killed,
                 host_full=next((HostFull(**host["full"]) for host in report["hosts"] if host["full"]), None),
+                torn=[rank for rank in range(world) if RankResult.torn(directory, rank)],
+                full=full_place(directory),
             )
             verdict = judge(evidence)
             detail = _detail(directory, verdict, evidence)
@@ -240,15 +257,6 @@ def placed(settings: Settings) -> tuple[int, list[list[int]]]:
     here = sorted(os.sched_getaffinity(0))
     available = range(machine.cores) if settings.launcher.name in REMOTE and machine.cores else here
     return placement(available, machine.devices_per_node, settings.probe.threads)
-
-
-@contextmanager
-def _run_directory() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="autotune-probe-"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _detail(directory: Path, verdict: Verdict, evidence: Evidence) -> dict[str, Any]:

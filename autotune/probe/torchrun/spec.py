@@ -13,10 +13,13 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.machine.machine import GIB, Machine
+from autotune.probe.torchrun.process import Identity
 from autotune.workload.phase import Phase
 from autotune.workload.workload import Workload
 
 SCHEMA = 1
+CANNOT_WRITE = os.EX_IOERR
+"""The exit code of a rank that could not write its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +121,15 @@ class RankResult:
     """What one rank has to say at its end, good or bad. Bytes and seconds.
 
     Attributes:
-        failure: how it failed: oom_device, oom_host, invalid, diverged or crashed; None when it did not.
+        failure: how it failed: oom_device, oom_host, invalid, diverged, crashed or infra; None when it did not.
         peer_lost: what it saw is only that another rank was gone.
         phase: where it failed.
         message: the exception's type and first line.
         trace: its traceback.
         needed_bytes: for an OOM, what was in use and what was asked for beside it.
         stopped: it ended early because it could not win.
+        at: seconds between the moment when the ranks had found each other and this one's end, so that ends on
+            several machines can be told apart in time, whatever their clocks say.
         step_times_s: the measured steps; with sampled accumulation each is solved from a pair of windows.
         memory: phase → meters.
         unmeasured_s: warm-up and tape steps; measured_s: the measured steps.
@@ -166,13 +171,17 @@ class RankResult:
         except (OSError, ValueError, TypeError):
             return None
 
+    @classmethod
+    def torn(cls, directory: str | Path, rank: int) -> bool:
+        """Whether there is a result that is not whole."""
+        return (Path(directory) / f"rank{rank}.json").exists() and cls.read(directory, rank) is None
+
 
 @dataclass(frozen=True, slots=True)
 class Beat:
     """What a rank last said of itself: its process, its phase, and how many phases it has begun."""
 
-    pid: int
-    create_time: float
+    process: Identity
     phase: Phase
     progress: int
 
@@ -186,18 +195,15 @@ class Pulse:
     Writing is a store to memory: it costs nothing in a timed step.
     """
 
-    _LAYOUT = struct.Struct("<qdqq")  # pid, create time of the process, phase index, phases begun so far
+    _LAYOUT = struct.Struct("<qqqq")  # pid and start of the process, phase index, phases begun so far
 
     def __init__(self, directory: str | Path, rank: int) -> None:
         path = Path(directory) / f"rank{rank}.pulse"
         path.write_bytes(bytes(self._LAYOUT.size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._LAYOUT.size)
-        self._values: list[Any] = [os.getpid(), 0.0, 0, 0]
-
-    def start(self, create_time: float) -> None:
-        """Say which process this is."""
-        self._values[1] = create_time
+        process = Identity.here()
+        self._values = [process.pid, process.started, 0, 0]
         self._store()
 
     def phase(self, phase: Phase) -> None:
@@ -216,4 +222,5 @@ class Pulse:
             values = cls._LAYOUT.unpack((Path(directory) / f"rank{rank}.pulse").read_bytes())
         except (OSError, struct.error):
             return None
-        return Beat(values[0], values[1], _PHASES[values[2]], values[3]) if values[0] else None
+        pid, started, phase, progress = values
+        return Beat(Identity(pid, started), _PHASES[phase], progress) if pid else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.probe.measurement import Outcome
 from autotune.probe.torchrun.host_memory import HostFull
-from autotune.probe.torchrun.spec import Beat, RankResult
+from autotune.probe.torchrun.spec import CANNOT_WRITE, Beat, RankResult
 from autotune.workload.phase import Phase
 
 
@@ -18,13 +18,16 @@ class Evidence:
 
     Attributes:
         results: of each rank; None where a rank left none, or none that is whole.
+        torn: ranks that left a result that is not whole.
         beats: what each rank last said of itself; None where it never started.
         exit_codes: of ranks that ended by themselves before their agent ended them; negative for signals.
         timed_out: whether the deadline ended it.
+        stopped: ranks that a signal had stopped by then.
         vanished: the rank whose end without a word ended it.
         agent_error: what kept the launcher from its work.
         kernel_killed: whether the kernel's OOM killer was at work meanwhile.
         host_full: why the ranks of a node were ended by the guard of its memory.
+        full: a place without room that ranks need (/dev/shm, the disk of the run directory); None where there is room.
     """
 
     results: list[RankResult | None]
@@ -35,6 +38,9 @@ class Evidence:
     agent_error: str | None
     kernel_killed: bool
     host_full: HostFull | None = None
+    stopped: list[int] = field(default_factory=list)
+    torn: list[int] = field(default_factory=list)
+    full: str | None = None
 
     def phase(self, rank: int) -> Phase | None:
         """What a rank was last doing; None where it never started."""
@@ -58,7 +64,7 @@ def judge(evidence: Evidence) -> Verdict:
 
     A rank that told its own failure is believed before anything else; of several the first in time is the cause,
     except that running out of memory explains what its peers see, and not the other way round. Then come the
-    guard of the host's memory, the deadline, deaths without a word, the launcher's own trouble, what peers saw, and
+    guard of the host's memory, the launcher's own trouble, the deadline, deaths without a word, what peers saw, and
     last silence.
     """
     failed = [r for r in evidence.results if r is not None and r.failure is not None]
@@ -73,53 +79,72 @@ def judge(evidence: Evidence) -> Verdict:
         full = evidence.host_full
         phase = evidence.phase(full.rank) if full.rank is not None else None
         return Verdict(Outcome.OOM_HOST if full.ours else Outcome.INFRA, phase, full.rank, full.message)
+    if evidence.agent_error is not None:
+        return Verdict(Outcome.INFRA, message=evidence.agent_error)
+    if evidence.torn:
+        return Verdict(Outcome.INFRA, rank=evidence.torn[0], message=_unwritten(evidence, evidence.torn[0]))
     if evidence.timed_out:
         late = _last(evidence)
-        if late is None:
-            return Verdict(Outcome.INFRA, message="no rank had started by the deadline")
-        message = f"rank {late} was not done by the deadline (probe.deadline_s)"
-        return Verdict(Outcome.TIMEOUT, evidence.phase(late), late, message)
+        if not late:
+            return Verdict(Outcome.INFRA, message="no rank had begun by the deadline")
+        who = f"rank {late[0]} was" if len(late) == 1 else f"ranks {', '.join(map(str, late))} were"
+        message = f"{who} not done by the deadline (probe.deadline_s)"
+        return Verdict(Outcome.TIMEOUT, evidence.phase(late[0]), late[0], message)
     if evidence.vanished is not None:
-        code = evidence.exit_codes.get(evidence.vanished, 0)
-        return _silent_death(evidence, evidence.vanished, code) if code else _silence(evidence, evidence.vanished)
+        return _silent_death(evidence, evidence.vanished, evidence.exit_codes.get(evidence.vanished, 0))
     silent_codes = {r: code for r, code in evidence.exit_codes.items() if r not in {f.rank for f in failed}}
     if silent_codes:
         rank, code = min(silent_codes.items(), key=lambda item: (-item[1] == signal.SIGTERM, item[0]))
         return _silent_death(evidence, rank, code)
-    if evidence.agent_error is not None:
-        return Verdict(Outcome.INFRA, message=evidence.agent_error)
     silent = next((rank for rank, r in enumerate(evidence.results) if r is None), None)
     if silent is None:
         seen = min(failed, key=lambda r: r.at)
         return Verdict(Outcome.CRASHED, _phase(seen.phase), seen.rank, seen.message, seen.trace)
-    if evidence.phase(silent) is None:
-        return Verdict(Outcome.INFRA, rank=silent, message=f"rank {silent} never started")
-    return _silence(evidence, silent)
+    return _silent_death(evidence, silent, 0)
 
 
-def _last(evidence: Evidence) -> int | None:
-    """The rank that the others wait for: of those without a result the one that has come least far."""
-    begun = [
-        (beat.progress, rank)
-        for rank, beat in enumerate(evidence.beats)
-        if beat is not None and evidence.results[rank] is None
-    ]
-    return min(begun)[1] if begun else next((r for r, beat in enumerate(evidence.beats) if beat is not None), None)
-
-
-def _silence(evidence: Evidence, rank: int) -> Verdict:
-    if evidence.kernel_killed:
-        return _silent_death(evidence, rank, -signal.SIGKILL)
-    message = f"rank {rank} ended without a result and without an error"
-    return Verdict(Outcome.CRASHED, evidence.phase(rank), rank, message)
+def _last(evidence: Evidence) -> list[int]:
+    """The ranks that may be what the others wait for: stopped ones, else those without a result come least far."""
+    beats = {rank: beat for rank, beat in enumerate(evidence.beats) if beat is not None}
+    if stopped := [rank for rank in evidence.stopped if rank in beats]:
+        return stopped
+    open_ones = {rank: beat.progress for rank, beat in beats.items() if evidence.results[rank] is None}
+    least = min(open_ones.values(), default=0)
+    return [rank for rank, progress in open_ones.items() if progress == least] or list(beats)
 
 
 def _silent_death(evidence: Evidence, rank: int, code: int) -> Verdict:
+    """What a death without a result means; code 0 also where the agent has not told it."""
     phase = evidence.phase(rank)
-    if code == -signal.SIGKILL and evidence.kernel_killed:
+    if code in (0, -signal.SIGKILL) and evidence.kernel_killed:
         return Verdict(Outcome.OOM_HOST, phase, rank, f"the kernel killed rank {rank}: the host's memory ran out")
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    if code == CANNOT_WRITE:
+        return Verdict(Outcome.INFRA, phase, rank, _unwritten(evidence, rank))
+    how = "ended" if code == 0 else f"was killed by {_signal(code)}" if code < 0 else f"exited with code {code}"
+    if phase is None:
+        return Verdict(Outcome.INFRA, rank=rank, message=f"rank {rank} {how} before it had begun{_for(evidence)}")
+    if evidence.full is not None and code in _TOUCHED_NOTHING:
+        return Verdict(Outcome.INFRA, phase, rank, f"rank {rank} {how}{_for(evidence)}")
     return Verdict(Outcome.CRASHED, phase, rank, f"rank {rank} {how} without a result")
+
+
+def _unwritten(evidence: Evidence, rank: int) -> str:
+    return f"rank {rank} could not write its result{_for(evidence)}"
+
+
+def _for(evidence: Evidence) -> str:
+    return f": {evidence.full} is full" if evidence.full is not None else ""
+
+
+def _signal(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
+
+
+_TOUCHED_NOTHING = (-signal.SIGBUS, -signal.SIGSEGV)
+"""How a process ends that touches memory of a file for which there is no room, or whose mapping had failed."""
 
 
 def _phase(name: str | None) -> Phase | None:

@@ -14,10 +14,13 @@ from typing import Any
 
 from autotune.errors import InfraError
 from autotune.probe.torchrun import preload
-from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, leashed
+from autotune.probe.torchrun.launcher import AgentReport, Tell, leashed
+from autotune.probe.torchrun.process import kill_session
 from autotune.probe.torchrun.starting import compile_operations, last_line, log_file, wait_telling
-from autotune.probe.torchrun.watch import Watch, kill_tree
+from autotune.probe.torchrun.watch import Watch
 
+DESCRIBE_S = 300.0
+"""Building the model without its weights may take so long, seconds; a user's factory may do more than that."""
 CLOSE_S = 1.0
 """The host has so long to leave by itself, seconds."""
 
@@ -47,7 +50,8 @@ class Warm:
     def describe(self, directory: Path) -> None:
         """See Launcher."""
         self._request({"describe": str(directory)})
-        self._reply(START_S)
+        if self._reply(DESCRIBE_S) is None:
+            self.close()  # nothing that is stuck is asked for probes
 
     def run(self, spec_path: Path, world: int, deadline_s: float) -> AgentReport:
         """See Launcher."""
@@ -58,7 +62,8 @@ class Warm:
             while True:
                 report = self._reply(0.1)
                 if report is not None:
-                    return watch.report(report)
+                    report = watch.report(report)
+                    return report
                 if not self._alive():
                     self._tell("the fork server's host died; a new one is started")
                     return watch.report({"exit_codes": {}, "error": "the launcher's host process died"})
@@ -67,8 +72,8 @@ class Warm:
                     return watch.report({"exit_codes": {}, "error": None})
         finally:
             watch.kill()
-            if report is None:  # interrupted, dead or stuck: a new host serves the next probe
-                self.close()
+            if report is None or report["error"] or not watch.begun:
+                self.close()  # interrupted, dead, stuck or spoilt: a new host serves the next probe
 
     def close(self) -> None:
         """See Launcher."""
@@ -79,7 +84,7 @@ class Warm:
         os.close(self._replies)
         with contextlib.suppress(subprocess.TimeoutExpired):
             host.wait(CLOSE_S)  # at the end of its requests it leaves by itself
-        kill_tree(host.pid)
+        kill_session(host.pid)
         host.wait()
 
     def _alive(self) -> bool:

@@ -1,16 +1,17 @@
-"""Looks after the ranks of one probe from outside: their deadline, their silent ends, their end in any case."""
+"""Looks after the ranks of one probe from outside: their start, their deadline, their silent ends, their end."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-import psutil
-
 from autotune.probe.torchrun.host_memory import HostMemory
 from autotune.probe.torchrun.launcher import AgentReport
+from autotune.probe.torchrun.process import Identity, kill_session
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
 
+BEGIN_S = 120.0
+"""Ranks that have not begun by then never will, seconds: a cold one imports for 15 s on an idle machine."""
 GRACE_S = 6.0
 """After the ranks are gone or killed, the agent has so long to say so before it is killed too, seconds."""
 VANISHED_S = 1.0
@@ -18,30 +19,60 @@ VANISHED_S = 1.0
 
 
 class Watch:
-    """Watches the ranks of one probe.
+    """Watches ranks of one probe on this machine.
+
+    Args:
+        directory: the run directory.
+        world: ranks in all; those that run elsewhere never begin here.
+        deadline_s: from now, seconds.
 
     Attributes:
         timed_out: the deadline ended them.
+        stopped: those that a signal had stopped by then.
         vanished: the rank whose end without a word ended them all; None where there was none.
+        trouble: what kept them from running at all, one sentence; None where nothing did.
+        ended: they were ended from here.
     """
 
     def __init__(self, directory: Path, world: int, deadline_s: float) -> None:
         self._directory, self._world = directory, world
-        self._deadline = time.monotonic() + deadline_s
+        self._began = time.monotonic()
+        self._deadline = self._began + deadline_s
+        self._processes: dict[int, Identity] = {}
         self._killed_at: float | None = None
         self._gone: tuple[int, float] | None = None
         spec = ProbeSpec.read(directory / "spec.json")
+        self._local = spec.machine.devices_per_node
         self._host = HostMemory(spec.host_limit_bytes, spec.host_reserve_bytes)
         self.timed_out = False
+        self.stopped: list[int] = []
         self.vanished: int | None = None
+        self.trouble: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether they were ended from here."""
+        return self._killed_at is not None
 
     def overdue(self) -> bool:
-        """Kill the ranks at the deadline, when the host is full, or when one went without a word; True if in vain."""
+        """Kill the ranks where they will not come to an end by themselves; True when their agent outlives that.
+
+        That is: at the deadline, when the host's memory is full, when one of them is gone without a word, when none
+        has begun in time, and when their run directory is gone.
+        """
         now = time.monotonic()
         if self._killed_at is not None:
             return now > self._killed_at + GRACE_S
+        self._look()
         if now > self._deadline:
             self.timed_out = True
+            self.stopped = [rank for rank, process in self._processes.items() if process.stopped()]
+            self.kill()
+        elif not self._directory.exists():
+            self.trouble = f"the run directory was deleted under the probe ({self._directory})"
+            self.kill()
+        elif not self._processes and now > self._began + BEGIN_S:
+            self.trouble = f"no rank had begun after {BEGIN_S:.0f} s"
             self.kill()
         elif self._host.look(self._running()):
             self.kill()
@@ -55,58 +86,45 @@ class Watch:
 
     def report(self, said: AgentReport) -> AgentReport:
         """The agent's report with what was seen from outside."""
-        seen = {"timed_out": self.timed_out, "vanished": self.vanished, "hosts": [self._host.report()]}
-        return said | seen
+        seen: dict[str, object] = {
+            "timed_out": self.timed_out,
+            "stopped": self.stopped,
+            "vanished": self.vanished,
+            "hosts": [self._host.report()],
+        }
+        return said | seen | ({"error": self.trouble} if self.trouble else {})
 
     def kill(self) -> None:
         """End every rank of this probe that is still there, and only those."""
         self._killed_at = self._killed_at or time.monotonic()
-        for rank in range(self._world):
-            if (process := self._process(rank)) is not None:
-                kill_tree(process.pid)
+        self._look()
+        for process in self._processes.values():
+            if process.alive():
+                kill_session(process.pid)
 
-    def _process(self, rank: int) -> psutil.Process | None:
-        """A rank's process while it is the one that wrote its pulse."""
-        pulse = Pulse.read(self._directory, rank)
-        if pulse is None:
-            return None
-        try:
-            process = psutil.Process(pulse.pid)
-            same = abs(process.create_time() - pulse.create_time) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return None
-        return process if same else None
+    @property
+    def begun(self) -> bool:
+        """Whether every rank of this node has."""
+        self._look()
+        return len(self._processes) == self._local
+
+    def _look(self) -> None:
+        """Find out about ranks that have begun: what is known stays known when the run directory is gone."""
+        for rank in range(self._world):
+            if rank not in self._processes and (beat := Pulse.read(self._directory, rank)) is not None:
+                self._processes[rank] = beat.process
 
     def _running(self) -> dict[int, int]:
         """Rank → process, of those that are there."""
-        processes = {rank: self._process(rank) for rank in range(self._world)}
-        return {rank: process.pid for rank, process in processes.items() if process is not None}
+        return {rank: process.pid for rank, process in self._processes.items() if process.alive()}
 
     def _missing(self) -> int | None:
-        """A rank that has started, is no more, and left no result; None where there is none."""
+        """A rank that has begun, is no more, and left no result; None where there is none."""
         return next(
             (
                 rank
-                for rank in range(self._world)
-                if Pulse.read(self._directory, rank) is not None
-                and self._process(rank) is None
-                and RankResult.read(self._directory, rank) is None
+                for rank, process in self._processes.items()
+                if not process.alive() and RankResult.read(self._directory, rank) is None
             ),
             None,
         )
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all that descends from it, deepest last to first so that nobody is adopted meanwhile."""
-    try:
-        root = psutil.Process(pid)
-        processes = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        try:
-            # multiprocessing's tracker ends by itself, after it has removed what the others leave in shared memory
-            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                process.kill()
-        except psutil.NoSuchProcess:
-            continue

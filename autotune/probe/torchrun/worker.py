@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import math
 import os
 import sys
@@ -12,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import psutil
-
-from autotune.probe.torchrun.failure import DivergedError, classify, is_peer_lost, requested_bytes
+from autotune.probe.torchrun.failure import DivergedError, UnfitRank, classify, is_peer_lost, requested_bytes
 from autotune.probe.torchrun.leash import die_first, die_with_parent
-from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
+from autotune.probe.torchrun.rundir import SHARED_MEMORY
+from autotune.probe.torchrun.spec import CANNOT_WRITE, ProbeSpec, Pulse, RankResult
 from autotune.space.config import allocator_environment
 from autotune.workload.phase import Phase
 
@@ -24,6 +24,9 @@ MOST_SKIPPED = 40
 """fp16's dynamic loss scale starts at 2**16 and halves with every skipped step; after so many, training diverges."""
 PEER_GRACE_S = 0.5
 """A rank that only saw a peer go ends so much later, seconds, so that the agent sees that peer's end first."""
+SHARED_MEMORY_BYTES = 66 * 2**20
+"""What DeepSpeed's CPU collectives put there for each rank (csrc/cpu/comm/shm.cpp: two buffers of 32 MiB and two of
+1 MiB)."""
 HOPE = 1.1
 """A probe goes on while its best step, made faster by this factor, would still reach the best candidate."""
 
@@ -39,18 +42,25 @@ def run(spec_path: str) -> None:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     spec = ProbeSpec.read(spec_path)
     pulse = Pulse(spec.directory, rank)
-    pulse.start(psutil.Process().create_time())
     result = RankResult(rank=rank)
     probe = _Rank(spec, rank, local_rank, pulse, result)
     try:
         probe.run()
     except Exception as error:  # noqa: BLE001 - whatever a model, DeepSpeed or torch raises is this probe's outcome
         probe.fail(error)
-        result.write(spec.directory)
+        _write(result, spec)
         if result.peer_lost:
             time.sleep(PEER_GRACE_S)
         os._exit(1)
-    result.write(spec.directory)
+    _write(result, spec)
+
+
+def _write(result: RankResult, spec: ProbeSpec) -> None:
+    try:
+        result.write(spec.directory)
+    except OSError:
+        traceback.print_exc()
+        os._exit(CANNOT_WRITE)
 
 
 class _Rank:
@@ -65,7 +75,7 @@ class _Rank:
         self.meters: Any = None
         self.steps_made = 0
         self.losses: list[Any] = []
-        self.began = time.monotonic()
+        self.began = self.joined = time.monotonic()
 
     # -- the way ------------------------------------------------------------------------------------------------
 
@@ -113,7 +123,7 @@ class _Rank:
         os.environ.update(allocator_environment(self.spec.candidate))
         if not self.on_cpu:
             if torch.cuda._is_in_bad_fork():
-                raise RuntimeError("the fork server has touched CUDA, so that its ranks cannot: use launcher=cold")
+                raise UnfitRank("the fork server has touched CUDA, so that its ranks cannot: use launcher=cold")
             torch.cuda.set_device(self.local_rank)
         self.result.environment = {
             "threads": self.spec.threads,
@@ -125,9 +135,37 @@ class _Rank:
     def join(self) -> None:
         """Join the other ranks."""
         import deepspeed
+        import torch.distributed as dist
 
+        if self.on_cpu:
+            self.check_shared_memory()
         deepspeed.init_distributed(dist_backend="gloo" if self.on_cpu else "nccl", verbose=False)
+        dist.barrier()
+        self.joined = time.monotonic()
+        self.unlink_shared_memory()
         self.result.environment["deepspeed"] = deepspeed.__version__
+
+    def check_shared_memory(self) -> None:
+        """Refuse to begin where DeepSpeed's buffers do not fit: it would go on without them, to a bus error.
+
+        Raises:
+            OSError: no space is left (ENOSPC).
+        """
+        needed = SHARED_MEMORY_BYTES * self.spec.machine.devices_per_node
+        found = os.statvfs(SHARED_MEMORY)
+        left = found.f_bavail * found.f_frsize
+        if left < needed:
+            raise OSError(
+                errno.ENOSPC,
+                f"{SHARED_MEMORY} has {left / 2**20:.0f} MiB left, and the ranks' buffers take {needed / 2**20:.0f}: "
+                "free some, or make it larger (docker run --shm-size=2g)",
+            )
+
+    def unlink_shared_memory(self) -> None:
+        """Take this rank's buffer out of /dev/shm, now that its peers have mapped it: a killed rank could not."""
+        buffer = "deepspeed_allreduce_buffer_{uid}_{MASTER_ADDR}_{MASTER_PORT}_{rank}"
+        name = buffer.format(uid=os.getuid(), rank=self.rank, **os.environ)
+        (SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def build(self) -> None:
         """Load: the model on the device, or partitioned as it is born, with the weights that every candidate has."""
@@ -270,8 +308,8 @@ class _Rank:
                 return
             self.result.skipped_steps += 1
             if not math.isfinite(loss.item()):  # a skipped step may wait for the device
-                raise DivergedError(f"the loss of optimizer step {self.steps_made} is {loss.item()}")
-        raise DivergedError(f"DeepSpeed skipped {MOST_SKIPPED} optimizer steps in a row: gradients overflow")
+                raise DivergedError(Phase.FORWARD, f"the loss of optimizer step {self.steps_made} is {loss.item()}")
+        raise DivergedError(Phase.BACKWARD, f"DeepSpeed skipped {MOST_SKIPPED} steps in a row: gradients overflow")
 
     def synchronise(self) -> None:
         """Wait for the device, then for the other ranks."""
@@ -299,7 +337,7 @@ class _Rank:
         self.losses = []
         for step, loss in enumerate(self.result.losses):
             if not math.isfinite(loss):
-                raise DivergedError(f"the loss of optimizer step {step + 1} is {loss}")
+                raise DivergedError(Phase.FORWARD, f"the loss of optimizer step {step + 1} is {loss}")
 
     # -- its accounts -------------------------------------------------------------------------------------------
 
@@ -332,7 +370,7 @@ class _Rank:
     def finish(self) -> None:
         """Read the meters once more: what the measured steps did to the allocator and to the host."""
         self.record("measured")
-        self.result.at = time.time()
+        self.result.at = time.monotonic() - self.joined
 
     def fail(self, error: Exception) -> None:
         """Say what went wrong, where, and what kind of outcome that is."""
@@ -342,13 +380,13 @@ class _Rank:
             full = self.meters.full(requested)
             if self.meters.failed_at and requested:
                 self.result.needed_bytes = self.meters.failed_at + requested
-        self.result.peer_lost = is_peer_lost(error)
         self.result.failure = classify(error, self.now, full, self.on_cpu)
-        self.result.phase = str(self.now)
+        self.result.peer_lost = self.result.failure == "crashed" and is_peer_lost(error)
+        self.result.phase = str(error.phase if isinstance(error, DivergedError) else self.now)
         lines = str(error).strip().splitlines() or [""]
         self.result.message = f"{type(error).__name__}: {lines[0][:500]}".rstrip(": ")
         self.result.trace = traceback.format_exc()[-8000:]
-        self.result.at = time.time()
+        self.result.at = time.monotonic() - self.joined
 
 
 if __name__ == "__main__":

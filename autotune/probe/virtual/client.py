@@ -14,8 +14,8 @@ from pathlib import Path
 from autotune.errors import InfraError
 from autotune.machine.machine import Machine
 from autotune.probe.torchrun.launcher import Tell, leashed
+from autotune.probe.torchrun.process import kill_tree
 from autotune.probe.torchrun.starting import last_line, log_file
-from autotune.probe.torchrun.watch import kill_tree
 from autotune.probe.virtual.job import Job
 
 

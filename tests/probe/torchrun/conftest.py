@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,28 +64,39 @@ def launcher() -> Iterator[Launcher]:
 
 @pytest.fixture
 def probe(launcher: Launcher) -> Iterator[Probe]:
-    """Probe a candidate under some overrides; afterwards no rank is left, whatever became of it."""
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    """Probe a candidate under some overrides; afterwards nothing of it is left, whatever became of it."""
+    shared = _shared_memory()
 
     def run(candidate: Candidate, *overrides: str, **request: Any) -> Measurement:
         prober = TorchrunProber(settings(*overrides), launcher)
         return prober.probe(ProbeRequest(candidate, **{"steps": 1, **request}))
 
     yield run
-    ranks = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.pid not in before and process.cpu_num() >= 0 and _is_rank(process)
-    ]
-    assert ranks == []
+    assert strangers() == []
+    deadline = time.monotonic() + 5
+    while _shared_memory() - shared and time.monotonic() < deadline:  # of others who are at work on this machine
+        time.sleep(0.1)
+    assert _shared_memory() <= shared
 
 
-def _is_rank(process: psutil.Process) -> bool:
-    """Whether a process is a rank: a child of the fork server, which is a grandchild of this one."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and "forkserver" in " ".join(process.parent().cmdline())
-    except (psutil.NoSuchProcess, AttributeError):
-        return False
+def strangers() -> list[str]:
+    """Processes below this one that are neither the launcher's host nor what it keeps: the fork server, the tracker."""
+    kept = ("probe.torchrun.host", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            line, parent = " ".join(process.cmdline()), process.parent()
+            forked = parent is not None and kept[1] in " ".join(parent.cmdline())  # a rank looks like the fork server
+        except psutil.NoSuchProcess:
+            continue
+        if forked or not any(name in line for name in kept):
+            found.append(f"{process.pid} {process.status()} {line}")
+    return found
+
+
+def _shared_memory() -> set[str]:
+    """What DeepSpeed's collectives have put into shared memory."""
+    return {path.name for path in Path("/dev/shm").glob("deepspeed_*")}
 
 
 @pytest.fixture

@@ -5,15 +5,17 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.probe.measurement import Outcome
-from autotune.probe.torchrun.spec import Beat, Pulse, RankResult
+from autotune.probe.torchrun.process import Identity
+from autotune.probe.torchrun.spec import CANNOT_WRITE, Beat, Pulse, RankResult
 from autotune.probe.torchrun.verdict import Evidence, judge, memory_by_phase, worst
 from autotune.workload.phase import Phase
 
-FAILURES = ["oom_device", "oom_host", "invalid", "diverged", "crashed"]
+FAILURES = ["oom_device", "oom_host", "invalid", "diverged", "crashed", "infra"]
 results = st.none() | st.builds(
     RankResult,
     rank=st.just(0),
@@ -23,9 +25,8 @@ results = st.none() | st.builds(
     stopped=st.booleans(),
     at=st.floats(0, 10),
 )
-beats = st.none() | st.builds(
-    Beat, pid=st.integers(1), create_time=st.floats(1, 2), phase=st.sampled_from(Phase), progress=st.integers(0, 9)
-)
+processes = st.builds(Identity, pid=st.integers(1), started=st.integers(1))
+beats = st.none() | st.builds(Beat, processes, st.sampled_from(Phase), progress=st.integers(0, 9))
 
 
 @st.composite
@@ -44,11 +45,18 @@ def evidences(draw: st.DrawFn) -> Evidence:
         vanished=draw(st.none() | st.integers(0, world - 1)),
         agent_error=draw(st.none() | st.just("rendezvous failed")),
         kernel_killed=draw(st.booleans()),
+        stopped=draw(st.lists(st.integers(0, world - 1), unique=True)),
+        torn=draw(st.lists(st.integers(0, world - 1), unique=True)),
+        full=draw(st.none() | st.just("/dev/shm")),
     )
 
 
+def beat(phase: Phase, progress: int) -> Beat:
+    return Beat(Identity(1, 1), phase, progress)
+
+
 def evidence(*ranks: RankResult | None, **known: object) -> Evidence:
-    started = [Beat(1, 1.0, Phase.FORWARD, 5) for _ in ranks]
+    started = [beat(Phase.FORWARD, 5) for _ in ranks]
     nothing = {"exit_codes": {}, "timed_out": False, "vanished": None, "agent_error": None, "kernel_killed": False}
     return Evidence(list(ranks), **{"beats": started, **nothing, **known})  # type: ignore[arg-type]
 
@@ -82,9 +90,34 @@ def test_a_rank_killed_by_the_kernel_is_the_hosts_oom() -> None:
 
 
 def test_the_rank_that_came_least_far_is_the_one_that_hangs() -> None:
-    came = [Beat(1, 1.0, Phase.BACKWARD, 7), Beat(2, 1.0, Phase.FORWARD, 6)]
+    came = [beat(Phase.BACKWARD, 7), beat(Phase.FORWARD, 6)]
     verdict = judge(evidence(None, None, beats=came, timed_out=True))
     assert (verdict.outcome, verdict.rank, verdict.phase) == (Outcome.TIMEOUT, 1, Phase.FORWARD)
+
+
+def test_ranks_that_came_equally_far_are_all_named_unless_a_signal_has_stopped_one() -> None:
+    came = [beat(Phase.STEP, 7), beat(Phase.STEP, 7)]
+    assert "ranks 0, 1 were not done" in str(judge(evidence(None, None, beats=came, timed_out=True)).message)
+    assert judge(evidence(None, None, beats=came, timed_out=True, stopped=[1])).rank == 1
+
+
+def test_a_rank_that_ends_before_it_has_begun_is_our_trouble() -> None:
+    verdict = judge(evidence(None, None, beats=[None, None], exit_codes={0: 1}))
+    assert verdict.outcome is Outcome.INFRA
+    assert verdict.message == "rank 0 exited with code 1 before it had begun"
+
+
+@pytest.mark.parametrize("code", [-signal.SIGBUS, -signal.SIGSEGV])
+def test_a_rank_that_touches_memory_which_a_full_place_cannot_give_is_our_trouble(code: int) -> None:
+    assert judge(evidence(None, None, exit_codes={1: code})).outcome is Outcome.CRASHED
+    full = judge(evidence(None, None, exit_codes={1: code}, full="/dev/shm"))
+    assert full.outcome is Outcome.INFRA
+    assert str(full.message).endswith("/dev/shm is full")
+
+
+def test_a_result_that_is_not_whole_or_could_not_be_written_is_our_trouble() -> None:
+    assert judge(evidence(None, None, torn=[1], exit_codes={0: 1})).outcome is Outcome.INFRA
+    assert judge(evidence(None, None, exit_codes={1: CANNOT_WRITE})).outcome is Outcome.INFRA
 
 
 def test_a_launcher_that_failed_is_our_trouble() -> None:
@@ -100,17 +133,16 @@ class TestFiles:
         for damaged in (whole[:-20], "", "[]", "{}", '{"schema": 99}', whole.replace("failure", "failures")):
             (tmp_path / "rank3.json").write_text(damaged)
             assert RankResult.read(tmp_path, 3) is None
+            assert RankResult.torn(tmp_path, 3)
         assert RankResult.read(tmp_path, 4) is None
+        assert not RankResult.torn(tmp_path, 4)
 
     def test_a_pulse_is_read_from_outside_as_it_beats(self, tmp_path: Path) -> None:
         assert Pulse.read(tmp_path, 0) is None
         pulse = Pulse(tmp_path, 0)
-        pulse.start(12.5)
         pulse.phase(Phase.INIT)
         pulse.phase(Phase.FORWARD)
-        beat = Pulse.read(tmp_path, 0)
-        assert beat is not None
-        assert (beat.create_time, beat.phase, beat.progress) == (12.5, Phase.FORWARD, 2)
+        assert Pulse.read(tmp_path, 0) == Beat(Identity.here(), Phase.FORWARD, 2)
 
 
 def test_the_worst_rank_of_any_phase_counts() -> None:

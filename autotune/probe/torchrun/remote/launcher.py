@@ -168,11 +168,14 @@ def merged(ends: dict[int, Frame], nodes: int, loss: Loss | None) -> AgentReport
     reports = [end["report"] for end in ends.values()]
     nothing: AgentReport = {"exit_codes": {}, "error": None}
     first = next((end["report"] for end in ends.values() if _is_bad(end)), nothing)
+    if loss and not loss.timed_out and first is nothing:
+        first = nothing | {"error": loss.message}
     hosts = [ends[node]["report"].get("hosts") if node in ends else None for node in range(nodes)]
     return {
         "exit_codes": first["exit_codes"],
-        "error": first["error"] or (loss.message if loss else None),
+        "error": first["error"],
         "timed_out": any(report.get("timed_out") for report in reports) or bool(loss and loss.timed_out),
+        "stopped": [rank for report in reports for rank in report.get("stopped", [])],
         "vanished": next((r["vanished"] for r in reports if r.get("vanished") is not None), None),
         "hosts": [host[0] if host else {"peak_bytes": 0, "full": None} for host in hosts],
     }

@@ -1,0 +1,51 @@
+"""The run directory of one probe: made for it, gone after it, whatever became of who made it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autotune.probe.torchrun.process import Identity
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "autotune-probe-"
+_ROOM = 2**20
+"""A place with less than that left counts as full, bytes: a result file takes some ten thousand."""
+
+
+@contextmanager
+def run_directory() -> Iterator[Path]:
+    """A new empty directory, removed at the end.
+
+    Raises:
+        OSError: none can be made.
+    """
+    here = Identity.here()
+    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{here.pid}-{here.started}-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_stale() -> None:
+    """Remove the run directories that killed processes of this user left behind."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
+        pid, started, *_ = directory.name.removeprefix(_PREFIX).split("-")
+        ours = directory.stat().st_uid == os.getuid()
+        if ours and pid.isdecimal() and started.isdecimal() and not Identity(int(pid), int(started)).alive():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def full_place(directory: Path) -> str | None:
+    """A place that ranks write to and that has no room left; None where all have some."""
+    places = {"/dev/shm": SHARED_MEMORY, f"the disk of {directory.parent} (TMPDIR)": directory.parent}
+    for name, place in places.items():
+        found = os.statvfs(place)
+        if found.f_bavail * found.f_frsize < _ROOM:
+            return name
+    return None
