@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install tune test lint bench gpu-check wheel clean
+.PHONY: install postgres tune test lint bench gpu-check wheel clean
 
 install: $(STAMP) ## build the virtual environment in .venv
 
@@ -23,7 +23,12 @@ $(STAMP): pyproject.toml constraints.txt
 tune: install ## the main job: the tiny model on this machine's processor, to a finished deepspeed_config.json
 	$(BIN)/python -m autotune model=gpt_tiny machine=cpu
 
-test: install lint ## every test
+# Debian keeps PostgreSQL's server out of the PATH.
+postgres: ## the server that tests start for themselves; installed where it is missing
+	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
+	  echo "installing postgresql"; apt-get update -qq && apt-get install -qq -y postgresql; }
+
+test: install lint postgres ## every test
 	$(BIN)/python -m pytest
 
 lint: install

@@ -79,6 +79,9 @@ class ProbeSettings:
         stop_losers: end a probe early whose best step cannot reach the best candidate so far.
         host_reserve_gib: when less host memory than that is available, GiB, the probe is ended as `oom_host`, before
             the kernel ends some other process; None for 2 % of the host's memory, 0.5 GiB at least and 8 at most.
+        parallel: probes that one command runs at the same time, each on its own share of the devices; neighbours
+            disturb each other's timings, so 1 unless asked for.
+        devices: which of the devices here this command uses (on CPU: which processors); None for all.
     """
 
     name: str = "auto"
@@ -89,6 +92,8 @@ class ProbeSettings:
     threads: int | None = None
     stop_losers: bool = True
     host_reserve_gib: float | None = None
+    parallel: int = 1
+    devices: list[int] | None = None
 
 
 @dataclass
@@ -133,10 +138,19 @@ class ObjectiveSettings:
 
 @dataclass
 class StudySettings:
-    """Where measurements are kept. `store` is a SQLAlchemy URL; None is `autotune.db` in the output folder."""
+    """Where measurements are kept.
+
+    Attributes:
+        name: None for model-machine.
+        store: SQLAlchemy URL; None is `autotune.db` in the output folder.
+        reconnect_s: how long a database that does not answer any more is waited for, seconds.
+        heartbeat_s: how often a worker tells the others that it is there; after six missed ones it counts as dead.
+    """
 
     name: str | None = None
     store: str | None = None
+    reconnect_s: float = 120.0
+    heartbeat_s: float = 5.0
 
 
 @dataclass
@@ -285,6 +299,9 @@ def check(settings: Settings) -> None:
         "probe.deadline_s": settings.probe.deadline_s,
         "objective.finalists": settings.objective.finalists,
         "launcher.start_s": settings.launcher.start_s,
+        "probe.parallel": settings.probe.parallel,
+        "study.reconnect_s": settings.study.reconnect_s,
+        "study.heartbeat_s": settings.study.heartbeat_s,
     }
     positive |= {"workload.global_batch": workload.global_batch} if workload.global_batch is not None else {}
     positive |= {"budget.probes": settings.budget.probes} if settings.budget.probes is not None else {}

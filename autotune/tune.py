@@ -48,9 +48,10 @@ def tune(settings: Settings) -> tuple[Result, list[Path]]:
     space = Space(settings)
     store = Store.open(settings.store_url)
     try:
-        # Known before anything is started: a study that holds another workload or machine is refused here.
+        store.patience.seconds = settings.study.reconnect_s
+        # Known before anything is started: a study that another command tunes, or of another workload or machine.
+        store.crew(settings.study_name, heartbeat_s=settings.study.heartbeat_s).join()
         store.open_study(settings.study_name, settings.workload, settings.machine)
-        store.claim_owner(settings.study_name)
         earlier = [probe for probe in store.probes(settings.study_name) if probe.measurement.probe_kind == kind]
         with progress(sys.stderr, settings.machine, settings.budget.minutes, earlier) as seen:
             prober = make_prober(kind, settings, seen.telling)

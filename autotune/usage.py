@@ -29,9 +29,10 @@ Sections (SECTION.KEY=VALUE; `--cfg job --resolve` prints them all, with the val
   budget     probes (candidates measured or predicted; null: 40 measured, or 1,000 predicted), minutes (of wall clock)
   search     seed, patience (end after so many probes without a better one)
   objective  finalists (measured again, longer, before one of them wins)
-  study      name, store (SQLAlchemy URL; also AUTOTUNE_STORE)
+  study      name, store (SQLAlchemy URL; also AUTOTUNE_STORE), reconnect_s, heartbeat_s
   machine    nodes, devices_per_node, device_memory_gib, headroom
-  probe      warmup_steps, steps, confirm_steps, deadline_s, threads, stop_losers, host_reserve_gib
+  probe      warmup_steps, steps, confirm_steps, deadline_s, threads, stop_losers, host_reserve_gib, parallel,
+             devices
   output     folder of the studies
 
 Examples:

@@ -100,6 +100,11 @@ class Progress(Observer):
             self._walls.append(record.measurement.wall_s)
         self._compare(record)
 
+    def elsewhere(self, record: ProbeRecord) -> None:
+        """See Observer."""
+        self.latest = [*self.latest, record][-LATEST:]
+        self._compare(record)
+
     def label(self, candidate: Candidate) -> str:
         """A candidate by the knobs that this sweep turns."""
         return candidate.label(self.overview.knobs if self.overview else ())
@@ -168,6 +173,16 @@ class LineProgress(Progress):
         best = ", the best so far" if self.best is record else ""
         self._say(f"trial {record.trial}: {result(record)}{best}: {self.label(record.candidate)}")
 
+    def elsewhere(self, record: ProbeRecord) -> None:
+        """See Observer."""
+        super().elsewhere(record)
+        best = ", the best so far" if self.best is record else ""
+        self._say(f"trial {record.trial} by {record.worker}: {result(record)}{best}: {self.label(record.candidate)}")
+
+    def waiting(self, sentence: str) -> None:
+        """See Observer."""
+        self._say(sentence)
+
     def again(self, record: ProbeRecord, attempt: int) -> None:
         """See Observer."""
         self._say(f"{again(record, attempt)}: {self.label(record.candidate)}")
@@ -210,6 +225,10 @@ class LiveProgress(Progress):
         self.console.print(overview.ledger)
         for reason, count in overview.impossible.items():
             self.console.print(f"{count:,} candidates cannot run: {reason}")
+
+    def waiting(self, sentence: str) -> None:
+        """See Observer."""
+        self._note = sentence
 
     def again(self, record: ProbeRecord, attempt: int) -> None:
         """See Observer."""

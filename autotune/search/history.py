@@ -15,6 +15,8 @@ from autotune.store.records import ProbeRecord
 
 FAILURES = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.DIVERGED, Outcome.TIMEOUT})
 CRASHES_THAT_COUNT = 2
+DEADLY = "workers_died"
+"""In the detail of an `infra` that is not tried again: so many workers died while they probed the candidate."""
 
 
 class History:
@@ -24,7 +26,7 @@ class History:
         records: what the store holds.
         machine: whose memory, less headroom, is the limit.
         belongs: whether a candidate is one of this sweep.
-        conditions: the reuse key under which this run would measure a candidate.
+        conditions: the reuse key under which this run would measure a record's candidate, neighbours as they were.
         optuna_study: what this sweep's own probes are marked with.
     """
 
@@ -33,7 +35,7 @@ class History:
         records: Iterable[ProbeRecord],
         machine: Machine,
         belongs: Callable[[Candidate], bool],
-        conditions: Callable[[Candidate], str],
+        conditions: Callable[[ProbeRecord], str],
         optuna_study: str,
     ) -> None:
         self._machine, self._belongs, self._conditions = machine, belongs, conditions
@@ -55,14 +57,16 @@ class History:
         """Take in one more probe."""
         self.records.append(record)
         candidate, outcome = record.candidate, record.measurement.outcome
-        if record.confirmation or outcome is Outcome.INFRA:
+        gave_up = outcome is Outcome.INFRA and DEADLY in record.measurement.detail
+        if record.confirmation or (outcome is Outcome.INFRA and not gave_up):
             return
-        outdated = outcome in FAILURES or record.measurement.predicted
-        if outdated and record.reuse_key != self._conditions(candidate):
+        outdated = outcome in FAILURES or gave_up or record.measurement.predicted
+        if outdated and record.reuse_key != self._conditions(record):
             return  # failed or predicted with another version of something, or of the model's source: not settled
         if outcome is Outcome.CRASHED:
+            settles = self.crash_settles(candidate)
             self._crashes[candidate] += 1
-            if self._crashes[candidate] < CRASHES_THAT_COUNT:
+            if not settles:
                 return
         self._settled[candidate] = record
         self.frontier.add(record)
@@ -80,6 +84,10 @@ class History:
                 return
         if started and self.best is not None:
             self.since_best += 1
+
+    def crash_settles(self, candidate: Candidate) -> bool:
+        """Whether one more crash settles the candidate."""
+        return self._crashes[candidate] + 1 >= CRASHES_THAT_COUNT
 
     def settled(self, candidate: Candidate) -> ProbeRecord | None:
         """The probe after which the candidate need not be tried again, None where it is still to be tried.

@@ -5,24 +5,45 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.candidate import Candidate
-from autotune.errors import InfraError, SettingsError
+from autotune.errors import InfraError, SettingsError, StoreError
 from autotune.probe.measurement import VIRTUAL, Measurement, Outcome
 from autotune.probe.prober import Prober, ProbeRequest
 from autotune.search.frontier import inferred
-from autotune.search.history import History, speed
+from autotune.search.history import DEADLY, History, speed
 from autotune.search.observer import Observer
 from autotune.settings import Settings
-from autotune.store.owner import LEASE_S
-from autotune.store.records import ProbeRecord
+from autotune.store import spool
+from autotune.store.claims import Claim
+from autotune.store.records import ProbeRecord, probe_row
 from autotune.store.reuse import reuse_key
 from autotune.store.store import Store
 from autotune.workload.phase import Phase
 
 INFRA_ATTEMPTS = 3
+NEIGHBOURS = "neighbours"
+"""In a measurement's environment: how many other workers of the study were on the machine."""
 _EARLY = frozenset({Phase.LOAD, Phase.INIT, Phase.FORWARD})
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A candidate's turn to be measured.
+
+    Attributes:
+        claim: on the candidate.
+        left: how many more probes there may be after this one.
+        in_flight: how many probes other workers have started.
+        neighbours: workers that may disturb it on this machine.
+    """
+
+    claim: Claim
+    left: int
+    in_flight: int = 0
+    neighbours: int = 0
 
 
 class TryAgain(Exception):
@@ -39,6 +60,10 @@ class Measurer:
         environment: what else must be equal for a measurement to be reused.
         observer: is told what happens.
         optuna_study: what this sweep's probes are marked with.
+        worker: who this is, as `host:pid`.
+
+    Attributes:
+        kept: the numbers of the probes that this process stored.
     """
 
     def __init__(
@@ -49,7 +74,10 @@ class Measurer:
         environment: Mapping[str, Any],
         observer: Observer,
         optuna_study: str,
+        worker: str,
     ) -> None:
+        self._worker = worker
+        self.kept: set[int] = set()
         self._settings, self._store, self._prober = settings, store, prober
         self._environment, self._observer = environment, observer
         self._study, self._optuna_study = settings.study_name, optuna_study
@@ -57,18 +85,8 @@ class Measurer:
         self._infra: Counter[Candidate] = Counter()
         self._unconfirmed = 0
 
-    def own(self) -> None:
-        """Claim the study, or renew the claim, for longer than the next probe can take.
-
-        Raises:
-            StoreError: another process tunes it.
-        """
-        probe = self._settings.probe
-        longest = probe.deadline_s * max(1.0, probe.confirm_steps / probe.steps)
-        self._store.claim_owner(self._study, max(LEASE_S, 2 * longest))
-
-    def conditions(self, candidate: Candidate, *, confirmation: bool = False) -> str:
-        """The reuse key under which this sweep measures a candidate."""
+    def conditions(self, candidate: Candidate, *, confirmation: bool = False, neighbours: int = 0) -> str:
+        """The reuse key under which this sweep measures a candidate, on a quiet machine or beside other probes."""
         settings, probe = self._settings, self._settings.probe
         protocol = {
             "warmup_steps": probe.warmup_steps,
@@ -76,6 +94,7 @@ class Measurer:
             "threads": probe.threads,
             "confirmation": confirmation,  # accumulation in full, nothing ends it early
         }
+        protocol |= {NEIGHBOURS: neighbours} if neighbours else {}
         return reuse_key(
             candidate,
             settings.workload,
@@ -86,37 +105,44 @@ class Measurer:
             self._environment,
         )
 
-    def settle(self, candidate: Candidate, history: History, number: int | None, left: int) -> ProbeRecord:
+    def same_conditions(self, record: ProbeRecord) -> str:
+        """The reuse key under which this sweep would measure a record's candidate, neighbours as they were."""
+        return self.conditions(record.candidate, neighbours=record.measurement.environment.get(NEIGHBOURS, 0))
+
+    def settle(self, candidate: Candidate, history: History, number: int | None, turn: Turn) -> ProbeRecord:
         """Find out about a candidate for the search.
 
         Args:
             candidate: one that is not settled.
             history: what is known, kept up to date.
             number: of the Optuna trial that asks, None where none does.
-            left: how many more probes there may be after this one.
+            turn: under which claim, and how things stand.
 
         Returns:
             The probe that settles the candidate.
 
         Raises:
             TryAgain: the probe failed for reasons of ours.
+            ClaimLost: the other workers took this one for dead, and the candidate over.
             InfraError: so did the two before it.
             SettingsError: it fails just as the first candidate did: the model itself fails.
         """
         source = history.frontier.source(candidate)
         if source is not None and not self._predicts:
-            return self._keep(candidate, inferred(source), history, inferred=True, optuna_number=number)
-        key = self.conditions(candidate)
+            return self._keep(candidate, inferred(source), history, turn.claim, inferred=True, optuna_number=number)
+        key = self.conditions(candidate, neighbours=turn.neighbours)
         reused = self._store.reusable(key)
         if reused is not None:
-            return self._keep(candidate, reused, history, reused=True, reuse_key=key, optuna_number=number)
+            return self._keep(candidate, reused, history, turn.claim, reused=True, reuse_key=key, optuna_number=number)
         while True:
-            self.own()
-            self._observer.probing(candidate, history.spent + 1, left)
+            self._observer.probing(candidate, history.spent + turn.in_flight + 1, turn.left)
             enough = speed(history.best) if self._settings.probe.stop_losers and history.best else None
             request = ProbeRequest(candidate, self._settings.probe.steps, stop_below_tokens_per_s=enough)
-            measurement = self._prober.probe(request)
-            record = self._keep(candidate, measurement, history, reuse_key=key, optuna_number=number)
+            measurement = _beside(self._prober.probe(request), turn.neighbours)
+            release = measurement.outcome is not Outcome.CRASHED or history.crash_settles(candidate)
+            record = self._keep(
+                candidate, measurement, history, turn.claim, release=release, reuse_key=key, optuna_number=number
+            )
             if measurement.outcome is Outcome.INFRA:
                 if not self._may_try_again(record):
                     raise _gave_up(record)
@@ -126,7 +152,17 @@ class Measurer:
                 return record
             self._observer.again(record, 2)
 
-    def confirm(self, candidate: Candidate, history: History, number: int, of: int) -> ProbeRecord:
+    def give_up(self, candidate: Candidate, history: History, orphan: Claim) -> ProbeRecord:
+        """Leave a candidate alone that workers died of: the next one would too, and the one after it."""
+        measurement = Measurement(
+            Outcome.INFRA,
+            self._prober.kind,
+            message=f"{orphan.attempt} workers died while they probed it; it is not tried again",
+            detail={DEADLY: orphan.attempt},
+        )
+        return self._keep(candidate, measurement, history, orphan, reuse_key=self.conditions(candidate))
+
+    def confirm(self, candidate: Candidate, history: History, number: int, of: int, claim: Claim) -> ProbeRecord:
         """The longer measurement of a finalist: the one that there is under this protocol, else a new one.
 
         One that is older than the last probe of the search is made anew: finalists are compared with each other, and
@@ -137,8 +173,10 @@ class Measurer:
             history: what is known, kept up to date.
             number: of this confirmation.
             of: about how many there will be.
+            claim: on the finals.
 
         Raises:
+            ClaimLost: another worker took this one for dead, and the finals over.
             InfraError: two finalists running could not be measured for reasons of ours.
         """
         known = history.settled(candidate)
@@ -157,13 +195,15 @@ class Measurer:
                 return known
         reused = self._store.reusable(key) if searched == 0 else None
         if reused is not None:
-            return self._keep(candidate, reused, history, reused=True, confirmation=True, reuse_key=key)
+            return self._keep(
+                candidate, reused, history, claim, release=False, reused=True, confirmation=True, reuse_key=key
+            )
         self._infra[candidate] = 0
         request = ProbeRequest(candidate, self._settings.probe.confirm_steps, confirmation=True)
         while True:
-            self.own()
             self._observer.confirming(candidate, number, of)
-            record = self._keep(candidate, self._prober.probe(request), history, confirmation=True, reuse_key=key)
+            measurement = self._prober.probe(request)
+            record = self._keep(candidate, measurement, history, claim, release=False, confirmation=True, reuse_key=key)
             if record.measurement.outcome is not Outcome.INFRA:
                 self._unconfirmed = 0
                 return record
@@ -173,11 +213,37 @@ class Measurer:
                     raise _gave_up(record)
                 return record
 
-    def _keep(self, candidate: Candidate, measurement: Measurement, history: History, **marks: Any) -> ProbeRecord:
-        record = self._store.add_probe(self._study, candidate, measurement, optuna_study=self._optuna_study, **marks)
+    def _keep(
+        self,
+        candidate: Candidate,
+        measurement: Measurement,
+        history: History,
+        claim: Claim,
+        *,
+        release: bool = True,
+        **marks: Any,
+    ) -> ProbeRecord:
+        marks |= {"optuna_study": self._optuna_study, "worker": self._worker}
+        row = probe_row(self._study, candidate, measurement, **marks)
+        try:
+            record = self._store.add_row(row, claim, release=release)
+        except (StoreError, KeyboardInterrupt) as error:
+            self._spool(row, claim, error)
+            raise
         history.add(record)
+        self.kept.add(record.trial)
         self._observer.finished(record)
         return record
+
+    def _spool(self, row: dict[str, Any], claim: Claim, error: StoreError | KeyboardInterrupt) -> None:
+        """Keep elsewhere what the store does not take, where a process was started for it."""
+        if row["inferred"] or row["reused"]:
+            return
+        path = spool.keep(self._settings.study_dir, row, claim)
+        kept = f"what was measured last is kept in {path}, and the same command takes it in"
+        if isinstance(error, StoreError):
+            raise StoreError(error.message, f"{kept}; {error.hint}") from error
+        self._observer.waiting(kept)
 
     def _may_try_again(self, record: ProbeRecord) -> bool:
         self._infra[record.candidate] += 1
@@ -198,6 +264,12 @@ class Measurer:
                 f"the model itself fails, in {two.phase}: {two.message}",
                 "two candidates failed alike and no more were tried; mend the model or its settings",
             )
+
+
+def _beside(measurement: Measurement, neighbours: int) -> Measurement:
+    if not neighbours:
+        return measurement
+    return replace(measurement, environment=measurement.environment | {NEIGHBOURS: neighbours})
 
 
 def _gave_up(record: ProbeRecord) -> InfraError:

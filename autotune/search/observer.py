@@ -52,6 +52,12 @@ class Observer:
     def finished(self, record: ProbeRecord) -> None:
         """A measurement is stored: of a probe, inferred, reused, or a confirmation."""
 
+    def elsewhere(self, record: ProbeRecord) -> None:
+        """Another worker's measurement has been stored (`record.worker` says whose)."""
+
+    def waiting(self, sentence: str) -> None:
+        """Nothing can be done for the moment, or something has changed that people should know."""
+
     def again(self, record: ProbeRecord, attempt: int) -> None:
         """A probe that crashed, or that we failed, is tried again; `attempt` counts from 2."""
 

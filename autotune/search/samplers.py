@@ -35,8 +35,14 @@ class Plan:
     order: Sequence[Candidate]
     startup: int
 
-    def sampler(self, seed: int, trials: int) -> BaseSampler:
-        """Optuna's sampler. A sweep that goes on after `trials` trials does not draw the same numbers again."""
+    def sampler(self, seed: int, trials: int, *, shared: bool = False) -> BaseSampler:
+        """Optuna's sampler. A sweep that goes on after `trials` trials does not draw the same numbers again.
+
+        Args:
+            seed: of the sweep, or of one of its workers.
+            trials: how many there are already.
+            shared: other workers search at the same time, and propose something else where they know of each other.
+        """
         seed = (seed + trials) % 2**32
         if self.name == "tpe":
             return TPESampler(
@@ -45,7 +51,7 @@ class Plan:
                 n_ei_candidates=EI_CANDIDATES,
                 multivariate=True,
                 group=True,
-                constant_liar=False,  # there are no other workers to keep apart, and it costs a write per trial
+                constant_liar=shared,  # it costs a write per trial
             )
         if self.name == "gp":
             return GPSampler(seed=seed, n_startup_trials=self.startup)

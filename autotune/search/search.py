@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import optuna
 
 from autotune.candidate import Candidate
+from autotune.errors import InfraError, SettingsError
 from autotune.probe.measurement import VIRTUAL
 from autotune.probe.prober import Prober
 from autotune.search import finals, misses, outcomes
 from autotune.search.history import History, speed
-from autotune.search.measurer import Measurer, TryAgain
+from autotune.search.idle import Idle
+from autotune.search.measurer import Measurer, TryAgain, Turn
 from autotune.search.observer import Observer, Overview
 from autotune.search.result import Counts, Result
 from autotune.search.samplers import Plan, plan
-from autotune.search.trials import REFUSED, Trials, quiet
+from autotune.search.trials import FAILED_TRIAL, REFUSED, Trials, quiet
 from autotune.settings import Settings
 from autotune.space.space import Space
+from autotune.store import spool
+from autotune.store.claims import Claim, ClaimLost, Refused
+from autotune.store.crew import View
 from autotune.store.records import ProbeRecord, winner_of
 from autotune.store.store import Store
 
@@ -68,16 +74,21 @@ class Search:
         self._budget = settings.budget.probes or (PREDICTIONS if self._predicts else PROBES)
         self._optuna_study = f"{self._study}/{space.digest}" + f"/{VIRTUAL}" * self._predicts
         self._prober = prober
-        self._measurer = Measurer(settings, store, prober, environment or {}, self._observer, self._optuna_study)
+        self._crew = store.crew(self._study)
+        self._measurer = Measurer(
+            settings, store, prober, environment or {}, self._observer, self._optuna_study, str(self._crew.me)
+        )
         reasons = {candidate: impossible(candidate) if impossible else None for candidate in space.candidates}
         self._possible = {candidate: None for candidate, reason in reasons.items() if reason is None}
         self._impossible = Counter(reason for reason in reasons.values() if reason is not None)
         outside = space.baseline not in space and not (impossible and impossible(space.baseline))
         self._outside = space.baseline if outside else None
+        self._by_key = {candidate.key: candidate for candidate in [*self._possible, *([space.baseline] * outside)]}
         self._started = 0.0
         self._next = 0
         self._repeats = self._repeats_in_a_row = 0
         self._again: list[Candidate] = []
+        self._seen = 0
         self._reason = ""
 
     def run(self) -> Result:
@@ -94,19 +105,22 @@ class Search:
         if not self._possible:
             raise misses.nothing_runs(self._impossible, self._space.ledger.summary())
         sampler = self._plan.name
+        self._store.patience.tell = self._observer.waiting
         with quiet(), self._store.faults():
-            self._measurer.own()  # before anything of a study that another process tunes is touched
+            self._crew.join()  # before anything of a study that another process tunes is touched
             try:
                 self._store.open_study(self._study, self._settings.workload, self._settings.machine)
-                self._measurer.own()
+                if taken := spool.take_in(self._settings.study_dir, self._store):
+                    self._observer.waiting(f"{taken} measurements that an earlier run kept in a file are in the store")
+                self._crew.begin(self._optuna_study, f"/{VIRTUAL}" * self._predicts)
                 self._started = self._clock()
                 self._store.set_baseline(self._study, self._space.baseline.key)
                 self._observer.started(self._overview(sampler))
                 self._search()
                 self._observer.searched(self._reason)
-                return self._finals()
+                return self._finish()
             finally:
-                self._store.release_owner(self._study)
+                self._crew.leave()
 
     @cached_property
     def _plan(self) -> Plan:
@@ -117,11 +131,12 @@ class Search:
     @cached_property
     def _history(self) -> History:
         probes = self._store.probes(self._study)
+        self._seen = probes[-1].trial if probes else 0
         return History(
             [record for record in probes if record.measurement.predicted == self._predicts],
             self._settings.machine,
             self._possible.__contains__,
-            self._measurer.conditions,
+            self._measurer.same_conditions,
             self._optuna_study,
         )
 
@@ -129,19 +144,53 @@ class Search:
     def _trials(self) -> Trials:
         # Optuna's tables hold what was measured. A prediction is cheaper than the twenty commits of a trial.
         storage = optuna.storages.InMemoryStorage() if self._predicts else self._store.optuna_storage()
-        return Trials(self._optuna_study, storage, self._space, self._plan, self._settings.search.seed)
+        seed, shared = self._settings.search.seed, self._shared
+        if shared:  # workers that draw the same numbers would propose the same candidates
+            seed += int(self._crew.me.id[:8], 16)
+        return Trials(
+            self._optuna_study,
+            storage,
+            self._space,
+            lambda trials: self._plan.sampler(seed, trials, shared=shared),
+            self._crew.me.id,
+            self._store.retry,
+        )
+
+    @property
+    def _shared(self) -> bool:
+        """Whether other workers may search at the same time."""
+        return not self._predicts and (not self._store.is_file or self._settings.probe.parallel > 1)
 
     def _search(self) -> None:
-        self._trials.recover(self._history.settling(), self._told)
+        self._crew.look()  # who died before is buried, and nobody's trials are theirs
+        self._recover()
         self._prepare()
-        while self._outside and not self._history.settled(self._outside):
-            try:  # it is no combination of this space's knobs, so there is no trial for it
-                self._measurer.settle(self._outside, self._history, None, self._left(inside=False))
-            except TryAgain:
-                continue
-        if not self._ended():
-            self._line_up()
-            self._trials.study.optimize(self._objective, callbacks=[self._after], catch=(TryAgain,))
+        idle = Idle(self._observer)
+        while True:
+            self._catch_up()
+            view = self._crew.look()
+            if view.buried:
+                self._recover()
+            if not self._outside_waits(view) and self._ended():
+                return
+            if self._advance(view):
+                idle.over()
+            else:
+                idle.wait(f"waiting for {view.in_flight} probes of other workers")
+
+    def _recover(self) -> None:
+        with self._crew.mending():
+            self._catch_up()
+            self._again += self._trials.recover(self._history.settling(), self._told, self._crew.there())
+
+    def _catch_up(self) -> None:
+        """Take in what other workers have stored."""
+        history = self._history
+        for record in self._store.probes(self._study, after=self._seen):
+            self._seen = record.trial
+            if record.trial not in self._measurer.kept and record.measurement.predicted == self._predicts:
+                history.add(record)
+                self._observer.elsewhere(record)
 
     def _prepare(self) -> None:
         """Tell the prober what it is going to be asked for, where the whole list is."""
@@ -150,46 +199,107 @@ class Search:
             if coming := untried[: self._budget - self._history.spent]:
                 self._prober.prepare(coming, self._observer.preparing)
 
-    def _objective(self, trial: optuna.Trial) -> float:
-        candidate = self._trials.suggest(trial)
-        known = self._history.settled(candidate) if candidate else None
-        if candidate is None or candidate not in self._possible or known:
-            self._repeats += 1
-            self._repeats_in_a_row += 1
-            told = REFUSED if known is None else outcomes.Told(REFUSED.state, None, self._told(known).constraint)
-            return self._trials.finish(trial, told)
+    def _advance(self, view: View) -> bool:
+        """Find out about one candidate; False where there is none to be had for now."""
+        for orphan in view.orphans:
+            if (candidate := self._by_key.get(orphan.key)) is not None:
+                if not self._history.settled(candidate):
+                    return self._try(candidate, view)
+                self._crew.release(orphan)
+        if self._outside_waits(view) and self._outside:
+            return self._try(self._outside, view)
+        while self._again:
+            candidate = self._again.pop()
+            if candidate.key not in view.taken and not self._history.settled(candidate):
+                return self._try(candidate, view)
+        candidate = self._untried(view.taken)
+        if candidate is None:
+            return False
+        from_list = self._history.tried + view.in_flight < self._plan.startup
+        if from_list or self._repeats_in_a_row >= REPEATS_IN_A_ROW or candidate == self._space.baseline:
+            return self._try(candidate, view)
+        return self._propose(view)
+
+    def _try(self, candidate: Candidate, view: View) -> bool:
+        """Probe a candidate that we chose."""
+        claim = self._claim(candidate, view)
+        if isinstance(claim, Claim):
+            inside = candidate in self._possible  # else it is no combination of this space's knobs, and has no trial
+            self._measure(candidate, claim, self._trials.start(candidate) if inside else None, view)
+        return claim is not Refused.FULL
+
+    def _propose(self, view: View) -> bool:
+        """Probe what the sampler proposes."""
+        number, candidate = self._trials.ask()
+        if candidate is None or candidate not in self._possible:
+            return self._repeat(number, REFUSED)
+        claim: Claim | Refused = Refused.STALE
+        while claim is Refused.STALE:
+            self._catch_up()
+            if known := self._history.settled(candidate):
+                return self._repeat(number, outcomes.Told(REFUSED.state, None, self._told(known).constraint))
+            claim = self._claim(candidate, view)
+        if isinstance(claim, Claim):
+            self._measure(candidate, claim, number, view)
+            return True
+        if claim is Refused.FULL:
+            self._trials.finish(number, FAILED_TRIAL)
+            return False
+        return self._repeat(number, FAILED_TRIAL)  # another worker is at it: nothing is known of it yet
+
+    def _repeat(self, number: int, told: outcomes.Told) -> bool:
+        """A proposal that is not to be probed."""
+        self._repeats += 1
+        self._repeats_in_a_row += 1
+        self._trials.finish(number, told)
+        return True
+
+    def _claim(self, candidate: Candidate, view: View) -> Claim | Refused:
+        claim = self._crew.claim_probe(candidate.key, self._seen, self._budget - self._history.spent)
+        if claim is Refused.DEADLY:
+            orphan = next((orphan for orphan in view.orphans if orphan.key == candidate.key), None)
+            if orphan is not None:
+                with suppress(ClaimLost):  # another worker has given it up already
+                    self._measurer.give_up(candidate, self._history, orphan)
+        return claim
+
+    def _measure(self, candidate: Candidate, claim: Claim, number: int | None, view: View) -> None:
         self._repeats_in_a_row = 0
+        turn = Turn(
+            claim,
+            self._left(view.in_flight, inside=number is not None),
+            view.in_flight,
+            0 if self._predicts else max(view.neighbours, self._settings.probe.parallel - 1),
+        )
         try:
-            record = self._measurer.settle(candidate, self._history, trial.number, self._left())
+            record = self._measurer.settle(candidate, self._history, number, turn)
         except TryAgain:
             self._again.append(candidate)
+        except ClaimLost:
+            self._observer.waiting(f"other workers took this one for dead, so what it measured is dropped: {candidate}")
+        except (InfraError, SettingsError, KeyboardInterrupt):
+            if number is not None:
+                self._trials.drop(number)
             raise
-        return self._trials.finish(trial, self._told(record))
-
-    def _after(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-        if self._ended():
-            study.stop()
         else:
-            self._line_up()
-
-    def _line_up(self) -> None:
-        """Queue what the next trial is to be, where that is not for the sampler to say."""
-        if self._trials.waiting():
+            if number is not None:
+                self._trials.finish(number, self._told(record))
             return
-        if self._again:
-            self._trials.enqueue(self._again.pop())
-            return
-        from_list = self._history.tried < self._plan.startup or self._repeats_in_a_row >= REPEATS_IN_A_ROW
-        candidate = self._untried()
-        if candidate is not None and (from_list or candidate == self._space.baseline):
-            self._trials.enqueue(candidate)
+        if number is not None:
+            self._trials.finish(number, FAILED_TRIAL)
 
-    def _untried(self) -> Candidate | None:
-        """The first candidate of the list that is not settled; what is settled stays so within a run."""
+    def _outside_waits(self, view: View) -> bool:
+        """Whether the baseline lies outside of the space and nobody has come to it."""
+        outside = self._outside
+        return outside is not None and outside.key not in view.taken and not self._history.settled(outside)
+
+    def _untried(self, taken: Container[str] = frozenset()) -> Candidate | None:
+        """The first candidate of the list that is neither settled nor taken; what is settled stays so within a run."""
         order = self._plan.order
         while self._next < len(order) and self._history.settled(order[self._next]):
             self._next += 1
-        return order[self._next] if self._next < len(order) else None
+        rest = order[self._next :] if taken else order[self._next : self._next + 1]
+        return next((c for c in rest if c.key not in taken and not self._history.settled(c)), None)
 
     def _ended(self) -> bool:
         minutes, patience = self._settings.budget.minutes, self._settings.search.patience
@@ -203,12 +313,30 @@ class Search:
             self._reason = f"{patience} probes without a better one (search.patience)"
         return bool(self._reason)
 
-    def _left(self, *, inside: bool = True) -> int:
+    def _left(self, in_flight: int, *, inside: bool) -> int:
         """How many more probes there may be after the next, which is of a candidate inside the space or not."""
         untried = len(self._possible) - self._history.tried - inside
-        return max(0, min(self._budget - self._history.spent - 1, untried))
+        return max(0, min(self._budget - self._history.spent - 1, untried) - in_flight)
 
-    def _finals(self) -> Result:
+    def _finish(self) -> Result:
+        """The finals, held by one worker at a time: what one has confirmed, the next finds in the store."""
+        self._crew.end_search()
+        idle = Idle(self._observer)
+        while True:
+            claim = self._crew.claim_finals()
+            if claim is None:
+                self._crew.look()  # whoever has died is not waited for
+                idle.wait("waiting for other workers to end their search or their finals")
+                continue
+            try:
+                self._catch_up()
+                return self._finals(claim)
+            except ClaimLost:
+                self._observer.waiting("other workers took this one for dead, and the finals over")
+            finally:
+                self._crew.release(claim)
+
+    def _finals(self, claim: Claim) -> Result:
         history, machine, baseline = self._history, self._settings.machine, self._space.baseline
         untuned = history.settled(baseline)
         reference = [untuned] if self._outside and untuned and outcomes.fits(untuned.measurement, machine) else []
@@ -218,7 +346,7 @@ class Search:
             baseline,
             self._settings.objective.finalists,
             machine,
-            lambda candidate, number, of: self._measurer.confirm(candidate, history, number, of),
+            lambda candidate, number, of: self._measurer.confirm(candidate, history, number, of, claim),
         )
         if held is None:
             confirmed = [r for r in history.records if r.confirmation and r.candidate in self._possible]

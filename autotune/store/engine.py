@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, create_engine, event, literal_column, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, ProgrammingError
 
 from autotune.errors import StoreError
@@ -102,6 +102,13 @@ def writing(engine: Engine) -> Iterator[Connection]:
         connection = connection.execution_options(autotune_writes=True)
         with connection.begin():
             yield connection
+
+
+def now(connection: Connection) -> ColumnElement[float]:
+    """Seconds since the epoch by the database's clock: those of the hosts that ask it may differ."""
+    sqlite = connection.dialect.name == "sqlite"
+    moment = "(julianday('now') - 2440587.5) * 86400.0" if sqlite else "extract(epoch FROM clock_timestamp())::float8"
+    return literal_column(moment, Double)
 
 
 def patiently(make: Callable[[], Made]) -> Made:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from types import TracebackType
 
 from sqlalchemy import URL
-from sqlalchemy.exc import DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    DBAPIError,
+    InterfaceError,
+    NoSuchModuleError,
+    OperationalError,
+    PendingRollbackError,
+    SQLAlchemyError,
+)
 
 from autotune.errors import AutotuneError, StoreError
 from autotune.store.engine import shown
@@ -48,6 +55,14 @@ _POSTGRES = {
     "53100": "the server's disk is full; everything stored so far is kept, make room and run the same command again",
     "53300": "the server has no connection left; end some, or raise max_connections",
 }
+
+
+_PASSING = ("57P01", "57P02", "57P03", "53300", "40001", "40P01")
+"""A server that goes down or comes up, has no connection left for now, or chose this transaction to end a deadlock."""
+
+
+class ConnectionLost(StoreError):
+    """The server did not answer, or stopped to: nobody knows whether what was asked was done. It may be asked again."""
 
 
 class store_faults:
@@ -122,7 +137,17 @@ def _of_database(url: URL, error: SQLAlchemyError) -> StoreError:
         getattr(original, "sqlstate", None) or "",
         "see that the server runs and is reachable from here, then run the same command again; what is stored is kept",
     )
-    return StoreError(f"the store {shown(url)} failed: {text}", hint)
+    kind = ConnectionLost if url.get_backend_name() == "postgresql" and _is_passing(error) else StoreError
+    return kind(f"the store {shown(url)} failed: {text}", hint)
+
+
+def _is_passing(error: SQLAlchemyError) -> bool:
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, PendingRollbackError)
+    state = getattr(error.orig, "sqlstate", None)
+    if state is None:  # libpq's own words: it never came to the server, or lost it
+        return error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
+    return state in _PASSING or state.startswith("08")
 
 
 def _without_password(url: URL, text: str) -> str:

@@ -77,7 +77,51 @@ def _first_tables(connection: Connection) -> None:
     connection.execute(text("CREATE INDEX ix_autotune_probes_reuse_key ON autotune_probes (reuse_key)"))
 
 
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_first_tables,)
+def _workers_and_claims(connection: Connection) -> None:
+    for column in ("owner_pid", "owner_started", "owner_host", "owner_until"):
+        connection.execute(text(f"ALTER TABLE autotune_studies DROP COLUMN {column}"))
+    connection.execute(text("ALTER TABLE autotune_probes ADD COLUMN uid VARCHAR(32)"))
+    connection.execute(text("ALTER TABLE autotune_probes ADD COLUMN worker VARCHAR(300)"))
+    connection.execute(text("CREATE UNIQUE INDEX ix_autotune_probes_uid ON autotune_probes (uid)"))
+    connection.execute(
+        text(
+            """
+            CREATE TABLE autotune_workers (
+                id VARCHAR(32) NOT NULL PRIMARY KEY,
+                study VARCHAR(255) NOT NULL,
+                family VARCHAR(32) NOT NULL,
+                host VARCHAR(255) NOT NULL,
+                place VARCHAR(100) NOT NULL,
+                pid INTEGER NOT NULL,
+                process_started DOUBLE PRECISION NOT NULL,
+                sweep VARCHAR(512),
+                searching BOOLEAN NOT NULL,
+                started DOUBLE PRECISION NOT NULL,
+                heartbeat DOUBLE PRECISION NOT NULL
+            )
+            """
+        )
+    )
+    connection.execute(text("CREATE INDEX ix_autotune_workers_study ON autotune_workers (study)"))
+    connection.execute(
+        text(
+            """
+            CREATE TABLE autotune_claims (
+                study VARCHAR(255) NOT NULL,
+                what VARCHAR(40) NOT NULL,
+                key VARCHAR(64) NOT NULL,
+                worker VARCHAR(32) NOT NULL,
+                attempt INTEGER NOT NULL,
+                sweep VARCHAR(512),
+                claimed DOUBLE PRECISION NOT NULL,
+                PRIMARY KEY (study, what, key)
+            )
+            """
+        )
+    )
+
+
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_first_tables, _workers_and_claims)
 
 
 def version(connection: Connection) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from autotune.candidate import Candidate
@@ -45,6 +47,7 @@ class ProbeRecord:
         optuna_study, optuna_number: the Optuna trial that asked for it, where one did.
         created: ISO 8601, UTC.
         reuse_key: equal exactly where a measurement could stand for another (see reuse.py).
+        worker: who measured it, as `host:pid`.
     """
 
     study: str
@@ -59,6 +62,7 @@ class ProbeRecord:
     optuna_number: int | None
     created: str
     reuse_key: str | None = None
+    worker: str | None = None
 
 
 def study_record(row: Mapping[str, Any]) -> StudyRecord:
@@ -87,6 +91,37 @@ def measurement_row(measurement: Measurement) -> dict[str, Any]:
     return {**columns, "rest": json.dumps(values)}
 
 
+def probe_row(
+    study: str,
+    candidate: Candidate,
+    measurement: Measurement,
+    *,
+    inferred: bool = False,
+    reused: bool = False,
+    confirmation: bool = False,
+    reuse_key: str | None = None,
+    optuna_study: str | None = None,
+    optuna_number: int | None = None,
+    worker: str | None = None,
+) -> dict[str, Any]:
+    """The columns that hold a probe which has no number yet. Its `uid` is its own wherever it is kept meanwhile."""
+    return {
+        "study": study,
+        "key": candidate.key,
+        "candidate": json.dumps(candidate.to_dict()),
+        **measurement_row(measurement),
+        "inferred": inferred,
+        "reused": reused,
+        "confirmation": confirmation,
+        "reuse_key": reuse_key,
+        "optuna_study": optuna_study,
+        "optuna_number": optuna_number,
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "uid": uuid.uuid4().hex,
+        "worker": worker,
+    }
+
+
 def measurement_of(row: Mapping[str, Any]) -> Measurement:
     """The measurement in a row of `autotune_probes`."""
     return Measurement.from_dict({**json.loads(row["rest"]), **{name: row[name] for name in MEASUREMENT_COLUMNS}})
@@ -107,4 +142,5 @@ def probe_record(row: Mapping[str, Any]) -> ProbeRecord:
         optuna_number=row["optuna_number"],
         created=row["created"],
         reuse_key=row["reuse_key"],
+        worker=row["worker"],
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,27 +16,36 @@ from autotune.candidate import Candidate
 from autotune.errors import SettingsError, StoreError
 from autotune.machine.machine import Machine
 from autotune.probe.measurement import REUSABLE, Measurement
+from autotune.store.claims import Claim, ClaimLost, give_back, held
+from autotune.store.crew import Crew
 from autotune.store.engine import connect_args, make_folder, open_engine, parse_url, patiently, shown, writing
 from autotune.store.faults import missing_driver, missing_folder, store_faults
 from autotune.store.migrations import migrate, pending, version
-from autotune.store.owner import LEASE_S, NOBODY, Owner
-from autotune.store.records import ProbeRecord, StudyRecord, measurement_of, measurement_row, probe_record, study_record
-from autotune.store.tables import probes, studies
+from autotune.store.patience import Answer, Patience, patient
+from autotune.store.records import ProbeRecord, StudyRecord, measurement_of, probe_record, probe_row, study_record
+from autotune.store.tables import claims, probes, studies, workers
+from autotune.store.worker import Worker
 from autotune.workload.workload import Workload
 
 if TYPE_CHECKING:
     from optuna.storages import RDBStorage
 
 _LONGEST_NAME = 255
+HEARTBEAT_S = 5.0
 
 
 class Store:
-    """An open database of studies. Every method is its own transaction and raises StoreError when that fails."""
+    """An open database of studies. Every method is its own transaction and raises StoreError when that fails.
+
+    A connection that is lost is made again, and what was asked is asked again, as long as `patience` lasts.
+    """
 
     def __init__(self, url: URL, engine: Engine) -> None:
         self._url = url
         self._engine = engine
         self._optuna: RDBStorage | None = None
+        self._crews: dict[str, Crew] = {}
+        self.patience = Patience()
 
     @classmethod
     def open(cls, url: str, *, create: bool = True) -> Store:
@@ -73,12 +82,19 @@ class Store:
         return cls(parsed, engine)
 
     def close(self) -> None:
-        """Close every connection, Optuna's too."""
+        """Leave every study and close every connection, Optuna's too."""
+        for crew in self._crews.values():
+            crew.leave()
         if self._optuna is not None:
             self._optuna.remove_session()
             self._optuna.engine.dispose()
             self._optuna = None
         self._engine.dispose()
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the database is a SQLite file, on which one command works at a time."""
+        return self._url.get_backend_name() == "sqlite"
 
     @property
     def url(self) -> str:
@@ -90,17 +106,20 @@ class Store:
         return store_faults(self._url)
 
     @contextmanager
-    def _reading(self) -> Iterator[Connection]:
+    def reading(self) -> Iterator[Connection]:
+        """A connection to read from."""
         with self.faults(), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
-    def _writing(self) -> Iterator[Connection]:
+    def writing(self) -> Iterator[Connection]:
+        """One transaction, committed at the end."""
         with self.faults(), writing(self._engine) as connection:
             yield connection
 
     # studies
 
+    @patient
     def open_study(self, name: str, workload: Workload, machine: Machine) -> StudyRecord:
         """The study of that name, made where there is none; its machine's headroom is brought up to date.
 
@@ -119,11 +138,15 @@ class Store:
             "machine": json.dumps(machine.to_dict()),
             "machine_fingerprint": machine.fingerprint,
         }
-        with self._writing() as connection:
+        with self.writing() as connection:
             row = _study_row(connection, name, for_update=True)
             if row is None:
-                connection.execute(insert(studies).values(name=name, created=_now(), **here))
-            elif _is_empty(connection, row):
+                connection.execute(
+                    insert(studies).values(
+                        name=name, created=datetime.now(UTC).isoformat(timespec="milliseconds"), **here
+                    )
+                )
+            elif _is_empty(connection, name):
                 connection.execute(update(studies).where(studies.c.name == name).values(here))
             else:
                 _refuse_another(study_record(row), workload, machine)
@@ -132,13 +155,14 @@ class Store:
             assert made is not None
             return study_record(made)
 
+    @patient
     def study(self, name: str) -> StudyRecord:
         """The study of that name.
 
         Raises:
             SettingsError: there is none; the hint names those that there are.
         """
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = _study_row(connection, name)
             known = [] if row else connection.execute(select(studies.c.name).order_by(studies.c.name)).scalars().all()
         if row is None:
@@ -146,64 +170,73 @@ class Store:
             raise SettingsError(f"there is no study {name} in {self.url}", hint)
         return study_record(row)
 
+    @patient
     def studies(self) -> list[StudyRecord]:
         """Every study, in the order of their making."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(select(studies).order_by(studies.c.created, studies.c.name)).mappings().all()
         return [study_record(dict(row)) for row in rows]
 
+    @patient
     def set_baseline(self, study: str, key: str) -> None:
         """Say which candidate is the untuned default."""
-        with self._writing() as connection:
+        with self.writing() as connection:
             connection.execute(update(studies).where(studies.c.name == study).values(baseline_key=key))
 
+    @patient
     def set_winner(self, study: str, trial: int | None) -> None:
         """Say which probe is the winner's."""
-        with self._writing() as connection:
+        with self.writing() as connection:
             connection.execute(update(studies).where(studies.c.name == study).values(winner_trial=trial))
 
     # probes
 
-    def probes(self, study: str) -> list[ProbeRecord]:
-        """Every probe of a study, in order."""
-        with self._reading() as connection:
-            rows = connection.execute(select(probes).where(probes.c.study == study).order_by(probes.c.trial))
-            return [probe_record(dict(row)) for row in rows.mappings()]
+    @patient
+    def probes(self, study: str, after: int = 0) -> list[ProbeRecord]:
+        """The probes of a study in order, those after a number or all."""
+        query = select(probes).where(probes.c.study == study, probes.c.trial > after).order_by(probes.c.trial)
+        with self.reading() as connection:
+            return [probe_record(dict(row)) for row in connection.execute(query).mappings()]
 
-    def add_probe(
-        self,
-        study: str,
-        candidate: Candidate,
-        measurement: Measurement,
-        *,
-        inferred: bool = False,
-        reused: bool = False,
-        confirmation: bool = False,
-        reuse_key: str | None = None,
-        optuna_study: str | None = None,
-        optuna_number: int | None = None,
-    ) -> ProbeRecord:
-        """Keep one measurement: a transaction of its own, on disk when this returns."""
-        row = {
-            "study": study,
-            "key": candidate.key,
-            "candidate": json.dumps(candidate.to_dict()),
-            **measurement_row(measurement),
-            "inferred": inferred,
-            "reused": reused,
-            "confirmation": confirmation,
-            "reuse_key": reuse_key,
-            "optuna_study": optuna_study,
-            "optuna_number": optuna_number,
-            "created": _now(),
-        }
-        with self._writing() as connection:
-            _study_row(connection, study, for_update=True)  # the next number is nobody else's
+    def add_probe(self, study: str, candidate: Candidate, measurement: Measurement, **marks: Any) -> ProbeRecord:
+        """Keep one measurement: a transaction of its own, on disk when this returns. For `marks` see probe_row."""
+        return self.add_row(probe_row(study, candidate, measurement, **marks))
+
+    @patient
+    def add_row(self, row: dict[str, Any], claim: Claim | None = None, *, release: bool = True) -> ProbeRecord:
+        """Keep the row of a probe, once: where its `uid` is known already, that is the answer.
+
+        Args:
+            row: of probe_row.
+            claim: under which it was measured.
+            release: give the claim back in the same transaction.
+
+        Raises:
+            ClaimLost: the claim has gone to another worker; nothing is kept.
+        """
+        with self.writing() as connection:
+            study: str = row["study"]
+            self.lock_study(connection, study)  # the next number is nobody else's
+            known = connection.execute(select(probes).where(probes.c.uid == row["uid"])).mappings().first()
+            if known is not None:
+                return probe_record(dict(known))
+            if claim is not None and not (give_back if release else held)(connection, claim):
+                raise ClaimLost(claim.key)
             last = connection.execute(select(func.max(probes.c.trial)).where(probes.c.study == study)).scalar()
-            row["trial"] = (last or 0) + 1
-            connection.execute(insert(probes).values(row))
-        return probe_record(row)
+            numbered = {**row, "trial": (last or 0) + 1}
+            connection.execute(insert(probes).values(numbered))
+        return probe_record(numbered)
 
+    @patient
+    def is_superseded(self, row: Mapping[str, Any], claim: Claim) -> bool:
+        """Whether what was measured under a lost claim has been measured again meanwhile, or is about to be."""
+        again = (probes.c.study == claim.study) & (probes.c.key == row["key"]) & (probes.c.created > row["created"])
+        taken = (claims.c.study == claim.study) & (claims.c.what == claim.what) & (claims.c.key == claim.key)
+        queries = select(probes.c.trial).where(again).limit(1), select(claims.c.worker).where(taken)
+        with self.reading() as connection:
+            return any(connection.execute(query).first() is not None for query in queries)
+
+    @patient
     def reusable(self, reuse_key: str) -> Measurement | None:
         """The newest measurement, of any study, that was really made under these conditions and may be taken over."""
         query = (
@@ -213,39 +246,32 @@ class Store:
             .order_by(probes.c.created.desc(), probes.c.trial.desc())
             .limit(1)
         )
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = connection.execute(query).mappings().first()
         return measurement_of(dict(row)) if row else None
 
-    # owner
+    # workers
 
-    def claim_owner(self, study: str, lease_s: float = LEASE_S) -> None:
-        """Make this process the one that tunes the study, or renew that it is; a dead owner is taken over.
+    def crew(self, study: str, family: str | None = None, heartbeat_s: float = HEARTBEAT_S) -> Crew:
+        """The study's workers as this process sees them, the same object at every call."""
+        if study not in self._crews:
+            self._crews[study] = Crew(self, study, family, heartbeat_s)
+        return self._crews[study]
 
-        A study that is not made yet has nobody to refuse anyone, and nobody to remember.
-
-        Raises:
-            StoreError: another process tunes it.
-        """
-        mine = Owner.here(lease_s)
-        with self._writing() as connection:
-            row = _study_row(connection, study, for_update=True)
-            owner = Owner.of(row) if row else None
-            if owner is not None and not owner.same_process(mine) and owner.is_alive():
-                raise StoreError(
-                    f"study {study} is being tuned by process {owner.pid} on {owner.host}", _when_free(owner, mine)
-                )
-            connection.execute(update(studies).where(studies.c.name == study).values(mine.row()))
-
-    def release_owner(self, study: str) -> None:
-        """Leave the study to others; nothing happens where this process is not its owner."""
-        with self._writing() as connection:
-            row = _study_row(connection, study, for_update=True)
-            owner = Owner.of(row) if row else None
-            if owner is not None and owner.same_process(Owner.here(0)):
-                connection.execute(update(studies).where(studies.c.name == study).values(NOBODY))
+    def lock_study(self, connection: Connection, study: str) -> None:
+        """Let no other transaction that locks the study begin before this one has ended."""
+        connection.execute(select(studies.c.name).where(studies.c.name == study).with_for_update())
 
     # Optuna
+
+    def retry(self, ask: Callable[[], Answer]) -> Answer:
+        """What Optuna answers, asked again while the connection is lost; it must be the same when asked twice."""
+
+        def asked() -> Answer:
+            with self.faults():
+                return ask()
+
+        return self.patience.run(asked)
 
     def optuna_storage(self) -> RDBStorage:
         """Optuna's storage in the same database, the same object at every call.
@@ -258,7 +284,7 @@ class Store:
 
             # Optuna formats the URL as a template, so braces (in a password) are doubled.
             url = self._url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
-            arguments = {"connect_args": connect_args(self._url)}
+            arguments = {"connect_args": connect_args(self._url), "pool_pre_ping": not self.is_file}
             with self.faults():
                 try:
                     self._optuna = patiently(lambda: RDBStorage(url, engine_kwargs=arguments))
@@ -276,11 +302,12 @@ def _study_row(connection: Connection, name: str, *, for_update: bool = False) -
     return dict(row) if row else None
 
 
-def _is_empty(connection: Connection, row: Mapping[str, Any]) -> bool:
-    owner = Owner.of(row)
-    if owner is not None and owner.is_alive() and not owner.same_process(Owner.here(0)):
+def _is_empty(connection: Connection, study: str) -> bool:
+    """Whether a study has no probes and no worker but this process."""
+    others = (Worker.of(row) for row in connection.execute(select(workers).where(workers.c.study == study)).mappings())
+    if any(other.is_seen() is not False and other.pid != os.getpid() for other in others):
         return False
-    return connection.execute(select(probes.c.trial).where(probes.c.study == row["name"]).limit(1)).first() is None
+    return connection.execute(select(probes.c.trial).where(probes.c.study == study).limit(1)).first() is None
 
 
 def _check_readable(engine: Engine, url: URL) -> None:
@@ -315,15 +342,3 @@ def _differences(path: str, old: Any, new: Any) -> list[str]:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
-
-
-def _when_free(owner: Owner, mine: Owner) -> str:
-    hint = "wait for it, end it, or start another study with study.name=…"
-    if owner.host != mine.host:
-        minutes = max(1, round((owner.until - time.time()) / 60))
-        hint += f"; if that process is gone, the study is free in {minutes} min"
-    return hint
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Double, ForeignKey, Integer, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Double, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
 metadata = MetaData()
 
@@ -27,10 +27,6 @@ studies = Table(
     Column("created", String(40), nullable=False),
     Column("baseline_key", String(12)),
     Column("winner_trial", Integer),
-    Column("owner_pid", Integer),
-    Column("owner_started", Double),
-    Column("owner_host", String(255)),
-    Column("owner_until", Double),
 )
 
 probes = Table(
@@ -61,6 +57,37 @@ probes = Table(
     Column("optuna_number", Integer),
     Column("created", String(40), nullable=False),
     Column("rest", Text, nullable=False),
+    Column("uid", String(32)),
+    Column("worker", String(300)),
+    Index("ix_autotune_probes_uid", "uid", unique=True),
+)
+
+workers = Table(
+    "autotune_workers",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("study", String(255), nullable=False, index=True),
+    Column("family", String(32), nullable=False),
+    Column("host", String(255), nullable=False),
+    Column("place", String(100), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("process_started", Double, nullable=False),
+    Column("sweep", String(512)),
+    Column("searching", Boolean, nullable=False),
+    Column("started", Double, nullable=False),
+    Column("heartbeat", Double, nullable=False),
+)
+
+claims = Table(
+    "autotune_claims",
+    metadata,
+    Column("study", String(255), primary_key=True),
+    Column("what", String(40), primary_key=True),
+    Column("key", String(64), primary_key=True),
+    Column("worker", String(32), nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("sweep", String(512)),
+    Column("claimed", Double, nullable=False),
 )
 
 MEASUREMENT_COLUMNS = (

@@ -89,15 +89,18 @@ def test_a_kill_between_our_transaction_and_optunas_is_made_good(
     finish = Trials.finish
     count = iter(range(100))
 
-    def kill_at_the_third(self: Trials, trial: optuna.Trial, told: Any) -> float:
+    def kill_at_the_third(self: Trials, number: int, told: Any) -> None:
         if next(count) != 2:
-            return finish(self, trial, told)
-        if where == "before the constraint":
-            raise Killed
-        try:
-            finish(self, trial, told)
-        finally:
-            raise Killed
+            return finish(self, number, told)
+        with monkeypatch.context() as inner:
+            if where == "before the constraint":
+                inner.setattr(optuna.trial.Trial, "set_constraint", killed)
+            else:
+                inner.setattr(optuna.Study, "tell", killed)
+            return finish(self, number, told)
+
+    def killed(*arguments: Any, **named: Any) -> None:
+        raise Killed
 
     if where == "after a stopped probe":
         sweeper.table = lambda candidate: Measurement(
@@ -147,7 +150,7 @@ formula.Sweeper(formula.Store.open({url!r}), table).run(settings)
 
 
 def test_a_store_that_fails_in_the_middle_is_a_store_error_and_loses_nothing(
-    sweeper: Any, settings: Make, formula: Table, url: str
+    sweeper: Any, settings: Make, formula: Table, url: str, tmp_path: Path
 ) -> None:
     path = Path(url.removeprefix("sqlite:///"))
     aside = path.with_suffix(".aside")
@@ -161,15 +164,23 @@ def test_a_store_that_fails_in_the_middle_is_a_store_error_and_loses_nothing(
             sweeper.store.optuna_storage().engine.dispose()
         return formula(candidate)
 
+    mine = settings()
+    mine.output = str(tmp_path)
     sweeper.table = table
-    with pytest.raises(StoreError, match="cannot be opened"):
-        sweeper.run(settings())
+    with pytest.raises(StoreError, match="cannot be opened") as caught:
+        sweeper.run(mine)
+    [kept] = (tmp_path / mine.study_name).glob("spool-*.jsonl")
+    assert str(kept) in caught.value.hint
     (path / "in the way").unlink()
     path.rmdir()
     aside.rename(path)
     sweeper.table = formula
+    before = sweeper.prober.requests[-1].candidate
     assert len(sweeper.rows()) == 2
-    assert sweeper.run(settings()).reason == "every candidate is tried"
+    assert sweeper.run(mine).reason == "every candidate is tried"
+    assert sweeper.rows()[2].candidate == before
+    assert before not in sweeper.probed
+    assert not kept.exists()
 
 
 def test_another_space_of_the_study_begins_with_what_is_known(sweeper: Any, settings: Make) -> None:
@@ -250,12 +261,12 @@ def test_what_failed_with_other_versions_is_tried_again(sweeper: Any, settings: 
     assert sweeper.probed == [bad]
 
 
-def test_the_owner_of_a_dead_process_is_taken_over(sweeper: Any, settings: Make, url: str) -> None:
+def test_the_study_of_a_dead_process_is_taken_over(sweeper: Any, settings: Make, url: str) -> None:
     code = """
 import os, sys
 from autotune.store.store import Store
 store = Store.open(sys.argv[1])
-store.claim_owner("formula-table-1x8")
+store.crew("formula-table-1x8").join()
 os._exit(0)
 """
     mine = settings()

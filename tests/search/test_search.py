@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from autotune.errors import InfraError, NothingFeasible, SettingsError, StoreErr
 from autotune.probe.measurement import Measurement, Outcome
 from autotune.settings import Settings
 from autotune.space.space import Space
+from autotune.store.store import Store
 from autotune.workload.phase import Phase
 
 Make = Callable[..., Settings]
@@ -270,29 +273,29 @@ def test_a_list_that_fits_the_budget_only_without_the_outside_baseline_is_sample
     assert (overview.sampler, overview.candidates, len(sweeper.probed)) == ("tpe", 2, 2)
 
 
-def test_a_running_tuner_is_not_joined(sweeper: Any, settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(study: str, lease: float) -> None:
-        raise StoreError(f"study {study} is being tuned", "wait")
-
+def test_a_running_tuner_is_not_joined(sweeper: Any, settings: Make, url: str) -> None:
     sweeper.run(settings())
     known = sweeper.store.study("formula-table-1x8")
-    monkeypatch.setattr(sweeper.store, "claim_owner", refuse)
     other = settings()
     other.machine = dataclasses.replace(other.machine, headroom=0.5)
-    with pytest.raises(StoreError):
+    running = Store.open(url)
+    running.crew("formula-table-1x8").join()
+    with pytest.raises(StoreError, match=f"is being tuned by process {os.getpid()} on {socket.gethostname()}"):
         sweeper.run(other)
     assert not sweeper.prober.requests
     assert sweeper.store.study("formula-table-1x8") == known
+    running.close()
+    assert sweeper.run(other)
 
 
-def test_the_study_is_free_again_after_any_end(sweeper: Any, settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    released: list[str] = []
-    monkeypatch.setattr(sweeper.store, "release_owner", released.append)
+def test_the_study_is_free_again_after_any_end(sweeper: Any, settings: Make, url: str) -> None:
     sweeper.run(settings())
     sweeper.table = lambda candidate: INFRA
     with pytest.raises(InfraError):
         sweeper.run(settings(zero_stage=3))
-    assert released == ["formula-table-1x8"] * 2
+    other = Store.open(url)
+    other.crew("formula-table-1x8").join()
+    other.close()
 
 
 def test_an_observer_hears_everything_in_order(sweeper: Any, settings: Make, diary: Any) -> None:

@@ -1,33 +1,24 @@
-"""Stores to be tested: SQLite always, PostgreSQL where AUTOTUNE_TEST_POSTGRES names an empty database."""
+"""Stores to be tested, each in SQLite and in PostgreSQL."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
 
 from autotune.machine.machine import Machine
-from autotune.settings import normalise_store
 from autotune.store.store import Store
 from autotune.workload.workload import Model, Workload
+from tests.postgres import Server
 
-SERVER = os.environ.get("AUTOTUNE_TEST_POSTGRES")
 
-
-@pytest.fixture(params=["sqlite", "postgresql"] if SERVER else ["sqlite"])
+@pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'studies' / 'autotune.db'}"
-    assert SERVER is not None
-    engine = create_engine(normalise_store(SERVER))
-    with engine.begin() as connection:
-        connection.execute(text("DROP SCHEMA public CASCADE"))
-        connection.execute(text("CREATE SCHEMA public"))
-    engine.dispose()
-    return SERVER
+    server: Server = request.getfixturevalue("postgres")
+    return server.database()
 
 
 @pytest.fixture
