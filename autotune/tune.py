@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from autotune.errors import SettingsError
 from autotune.export.deepspeed import write_winner
 from autotune.machine.detect import not_here_reason
+from autotune.machine.health import look
 from autotune.probe.measurement import VIRTUAL
 from autotune.probe.prober import ModelProber
 from autotune.probe.torchrun.describe import Description
@@ -54,7 +56,10 @@ def tune(settings: Settings) -> tuple[Result, list[Path]]:
         store.open_study(settings.study_name, settings.workload, settings.machine)
         earlier = [probe for probe in store.probes(settings.study_name) if probe.measurement.probe_kind == kind]
         with progress(sys.stderr, settings.machine, settings.budget.minutes, earlier) as seen:
-            prober = make_prober(kind, settings, seen.telling)
+            found = [] if kind == VIRTUAL else look(settings.machine)
+            for sentence in found:
+                seen.noticed(sentence)
+            prober = make_prober(kind, settings, seen.telling, found)
             try:
                 model = described(prober.describe())
                 if fitted := fitted_buckets(settings, model):
@@ -115,8 +120,8 @@ def planning(settings: Settings, reason: str) -> str:
     return f"planning for {machine.name} ({shape}{published}) because {reason}; nothing is measured"
 
 
-def make_prober(kind: str, settings: Settings, tell: Tell) -> ModelProber:
-    """The prober of that kind; nothing is started yet.
+def make_prober(kind: str, settings: Settings, tell: Tell, devices: Sequence[str] = ()) -> ModelProber:
+    """The prober of that kind; nothing is started yet. `devices` is what was found of them (see health.py).
 
     Raises:
         SettingsError: there is no such launcher.
@@ -125,7 +130,7 @@ def make_prober(kind: str, settings: Settings, tell: Tell) -> ModelProber:
         from autotune.probe.virtual.prober import VirtualProber
 
         return VirtualProber(settings, tell)
-    return TorchrunProber(settings, make_launcher(settings, tell))
+    return TorchrunProber(settings, make_launcher(settings, tell), devices)
 
 
 def described(model: Description) -> Description:

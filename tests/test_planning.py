@@ -126,7 +126,7 @@ def test_a_plan_leaves_the_files_and_the_winner_of_what_was_measured(monkeypatch
     tune(settings())
     with monkeypatch.context() as patched:
         patched.setattr("autotune.tune.not_here_reason", lambda machine: "")
-        patched.setattr("autotune.tune.make_prober", lambda kind, settings, tell: Here(settings, tell))
+        patched.setattr("autotune.tune.make_prober", lambda kind, settings, tell, devices: Here(settings, tell))
         real, files = tune(settings("budget.probes=5"))
     folder = Path("studies") / STUDY
     assert files[0].parent == folder

@@ -10,6 +10,8 @@ from autotune.candidate import Candidate
 from autotune.export.files import write_json
 from autotune.machine.machine import Machine
 from autotune.probe.measurement import PLANNED, Measurement
+from autotune.report.notes import remarks
+from autotune.search.referee import PARITY
 from autotune.space.config import allocator_environment, deepspeed_config
 from autotune.store.records import ProbeRecord
 from autotune.workload.workload import Workload
@@ -74,7 +76,8 @@ def recipe(record: ProbeRecord, workload: Workload, machine: Machine) -> dict[st
         "checkpointing": checkpointing_plan(candidate),
         "environment": environment(candidate, measurement),
         "use": use(candidate, machine),
-        "warnings": [*predicted, UNIVERSAL_CHECKPOINT, ACCUMULATION],
+        "warnings": [*predicted, *remarks(measurement), UNIVERSAL_CHECKPOINT, ACCUMULATION],
+        "parity": measurement.detail.get(PARITY),
         "measurement": measurement_summary(measurement, machine),
         "versions": {
             name: value

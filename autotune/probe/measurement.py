@@ -63,7 +63,11 @@ class Measurement:
         host_peak_bytes: what the ranks of the fullest node and their children held of its memory at once, shared pages
             counted once, pinned memory included; `detail["host_bytes"]` has every node's.
         memory: phase → list over ranks of that rank's meters (see autotune/probe/torchrun/meters.py).
-        losses: the loss of every optimizer step in order, rank 0's mean over its micro-steps.
+        losses: the loss of every optimizer step in order, the mean over its micro-steps and over the ranks.
+        gradient_norms: the norm of the gradients of every optimizer step, before clipping; None where DeepSpeed keeps
+            none.
+        at_risk: why a training with this candidate is likely to run out of memory later, one sentence; found in
+            confirmations (see creep.py).
         overhead_s: `wall_s` less warm-up, tape and measured steps.
         environment: threads, placement, allocator settings and versions in effect.
         detail: whatever else a person debugging would want (exception, log paths, exit codes).
@@ -86,7 +90,9 @@ class Measurement:
     host_peak_bytes: int | None = None
     skipped_steps: int = 0
     losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float | None] = field(default_factory=list)
     memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    at_risk: str | None = None
     wall_s: float = 0.0
     overhead_s: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)

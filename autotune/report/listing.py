@@ -10,6 +10,9 @@ from autotune.candidate import Candidate, varying
 from autotune.probe.measurement import Outcome
 from autotune.report.output import console_for, print_csv, print_json, print_table
 from autotune.report.units import NOTHING, gib, marked, memory, seconds, spread, tokens
+from autotune.search.history import SLOW_MACHINE
+from autotune.search.notices import STRAGGLER
+from autotune.search.referee import COMPARISON, PARITY, set_aside
 from autotune.store.records import ProbeRecord, StudyRecord, winner_of
 from autotune.store.store import Store
 
@@ -46,6 +49,10 @@ TRIAL_COLUMNS = [
     "peak_reserved_bytes",
     "device_total_bytes",
     "host_peak_bytes",
+    "at_risk",
+    "straggler",
+    "slow_machine",
+    "parity",
     "worst_rank",
     "probe_kind",
     "wall_s",
@@ -140,6 +147,7 @@ def trial_row(probe: ProbeRecord, winner_trial: int | None) -> dict[str, Any]:
         "candidate": probe.candidate.to_dict(),
         "outcome": measurement.outcome.value,
         "phase": measurement.phase.value if measurement.phase else None,
+        **{name: measurement.detail.get(name) for name in (STRAGGLER, SLOW_MACHINE, PARITY)},
         "inferred": probe.inferred,
         "reused": probe.reused,
         "confirmation": probe.confirmation,
@@ -154,7 +162,12 @@ def trial_cells(probe: ProbeRecord, winner_trial: int | None, names: Collection[
     measurement = probe.measurement
     phase = f" in {measurement.phase.value}" if measurement.phase and measurement.outcome is not Outcome.OK else ""
     notes = [word for word in ("inferred", "reused") if getattr(probe, word)]
-    notes += ["confirmation"] if probe.confirmation else []
+    if probe.confirmation:
+        notes.append(COMPARISON if COMPARISON in measurement.detail else "confirmation")
+    notes += ["at risk"] if measurement.at_risk else []
+    notes += ["set aside"] if set_aside(measurement) else []
+    notes += [f"rank {slow['rank']} slow"] if (slow := measurement.detail.get(STRAGGLER)) else []
+    notes += ["slow machine"] if SLOW_MACHINE in measurement.detail else []
     notes += ["predicted"] if measurement.predicted else []
     notes += ["winner"] if probe.trial == winner_trial else []
     return [

@@ -9,9 +9,11 @@ from typing import TextIO
 from autotune.candidate import varying
 from autotune.machine.machine import GIB, Machine
 from autotune.probe.measurement import PLANNED, Measurement, Outcome
+from autotune.report.notes import parity, remarks
 from autotune.report.prediction import ESTIMATE, PROMISE, print_phases
 from autotune.report.ratio import throughput_ratio
 from autotune.report.units import gib, percent, seconds, throughput, tokens
+from autotune.search.referee import PARITY
 from autotune.search.result import Counts, Result
 from autotune.store.records import ProbeRecord
 
@@ -40,7 +42,10 @@ def print_summary(out: TextIO, machine: Machine, result: Result, ledger: str, fi
             lines += _about("reference", reference, machine, names, f"the feasible candidate nearest to {nearest}")
     elif reference.key != winner.key:
         lines += _about("baseline", reference, machine, names, "the untuned default")
-    lines += [f"gain       {gain(result)}", *_batches(winner, reference, machine), ""]
+    lines += [f"gain       {gain(result)}", *_batches(winner, reference, machine)]
+    lines += _parity(result)
+    lines += [f"{'note':<11}{note}" for note in remarks(winner.measurement)]
+    lines.append("")
     out.write("\n".join(lines) + "\n")
     if predicted:
         print_phases(out, winner.measurement.detail["prediction"])
@@ -56,6 +61,17 @@ def _batches(winner: ProbeRecord, reference: ProbeRecord, machine: Machine) -> l
         return []
     remark = f"the winner takes {mine} sequences per optimizer step, what it is compared with {theirs}"
     return [f"{'':<11}{remark}; workload.global_batch=N fixes it"]
+
+
+def _parity(result: Result) -> list[str]:
+    """What the comparison of losses found: of the winner, and of those that were set aside."""
+    lines = []
+    if found := result.winner.measurement.detail.get(PARITY):
+        lines.append(f"parity     {parity(found)}")
+    for record in result.aside:
+        reason = record.measurement.detail[PARITY]["reason"]
+        lines.append(f"{'' if lines else 'parity':<11}trial {record.trial} would have won and is set aside: {reason}")
+    return lines
 
 
 def counts(result: Result) -> str:

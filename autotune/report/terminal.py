@@ -191,6 +191,10 @@ class LineProgress(Progress):
         """See Observer."""
         self._say(f"search ended: {reason}")
 
+    def noticed(self, text: str) -> None:
+        """See Observer."""
+        self._say(text)
+
     def _about(self) -> str:
         left = self.time_left()
         return "" if left is None else f", about {duration(left)}"
@@ -237,6 +241,10 @@ class LiveProgress(Progress):
     def searched(self, reason: str) -> None:
         """See Observer."""
         self._note = f"search ended: {reason}"
+
+    def noticed(self, text: str) -> None:
+        """See Observer. It stays above the display."""
+        self.console.print(text)
 
     def __rich__(self) -> RenderableType:
         """The display as it is now; rich asks four times a second."""

@@ -17,6 +17,8 @@ FAILURES = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.DIVERGED, Outcom
 CRASHES_THAT_COUNT = 2
 DEADLY = "workers_died"
 """In the detail of an `infra` that is not tried again: so many workers died while they probed the candidate."""
+SLOW_MACHINE = "slow_machine"
+"""In the detail of a measurement: by how much the machine was slower than usual, as a share."""
 
 
 class History:
@@ -42,6 +44,7 @@ class History:
         self._optuna_study = optuna_study
         self._settled: dict[Candidate, ProbeRecord] = {}
         self._crashes: Counter[Candidate] = Counter()
+        self._slow_stops: dict[Candidate, list[ProbeRecord]] = {}
         self._spent: set[Candidate] = set()
         self._feasible: dict[Candidate, ProbeRecord] = {}
         self.frontier = Frontier()
@@ -68,6 +71,8 @@ class History:
             self._crashes[candidate] += 1
             if not settles:
                 return
+        if outcome is Outcome.STOPPED and SLOW_MACHINE in record.measurement.detail:
+            self._slow_stops.setdefault(candidate, []).append(record)
         self._settled[candidate] = record
         self.frontier.add(record)
         started = not record.inferred and not record.reused
@@ -100,6 +105,16 @@ class History:
             beaten = self.best is not None and speed(self.best) >= speed(record)
             return record if beaten else None
         return record
+
+    def doubtful(self) -> list[ProbeRecord]:
+        """Probes that were stopped, once, while the machine was slow, and at its usual pace might win after all."""
+        enough = speed(self.best) if self.best is not None else 0.0
+        return [
+            records[0]
+            for candidate, records in self._slow_stops.items()
+            if self._settled[candidate] is records[0]
+            and speed(records[0]) * (1 + records[0].measurement.detail[SLOW_MACHINE]) > enough
+        ]
 
     def settling(self) -> list[ProbeRecord]:
         """The settling probes of this sweep's candidates, in their order."""

@@ -14,7 +14,9 @@ from autotune.probe.measurement import VIRTUAL, Measurement, Outcome
 from autotune.probe.prober import Prober, ProbeRequest
 from autotune.search.frontier import inferred
 from autotune.search.history import DEADLY, History, speed
+from autotune.search.notices import notice
 from autotune.search.observer import Observer
+from autotune.search.referee import COMPARISON, PARITY
 from autotune.settings import Settings
 from autotune.store import spool
 from autotune.store.claims import Claim
@@ -83,16 +85,22 @@ class Measurer:
         self._study, self._optuna_study = settings.study_name, optuna_study
         self._predicts = prober.kind == VIRTUAL
         self._infra: Counter[Candidate] = Counter()
+        self._told: set[int] = set()
         self._unconfirmed = 0
 
-    def conditions(self, candidate: Candidate, *, confirmation: bool = False, neighbours: int = 0) -> str:
-        """The reuse key under which this sweep measures a candidate, on a quiet machine or beside other probes."""
+    def conditions(
+        self, candidate: Candidate, *, confirmation: bool = False, neighbours: int = 0, steps: int | None = None
+    ) -> str:
+        """The reuse key under which this sweep measures a candidate, on a quiet machine or beside other probes.
+
+        `steps` are those of a probe that is only made to be compared.
+        """
         settings, probe = self._settings, self._settings.probe
         protocol = {
             "warmup_steps": probe.warmup_steps,
-            "steps": probe.confirm_steps if confirmation else probe.steps,
+            "steps": steps or (probe.confirm_steps if confirmation else probe.steps),
             "threads": probe.threads,
-            "confirmation": confirmation,  # accumulation in full, nothing ends it early
+            "confirmation": confirmation or steps is not None,  # accumulation in full, nothing ends it early
         }
         protocol |= {NEIGHBOURS: neighbours} if neighbours else {}
         return reuse_key(
@@ -195,6 +203,7 @@ class Measurer:
                 return known
         reused = self._store.reusable(key) if searched == 0 else None
         if reused is not None:
+            reused.detail.pop(PARITY, None)  # it was compared with another study's reference
             return self._keep(
                 candidate, reused, history, claim, release=False, reused=True, confirmation=True, reuse_key=key
             )
@@ -213,6 +222,33 @@ class Measurer:
                     raise _gave_up(record)
                 return record
 
+    def compare(self, candidate: Candidate, history: History, steps: int, claim: Claim) -> ProbeRecord:
+        """A probe that is only made to be compared with another: the one that there is, else a new one.
+
+        Args:
+            candidate: what to run.
+            history: what is known, kept up to date.
+            steps: to measure.
+            claim: on the finals.
+
+        Raises:
+            ClaimLost: another worker took this one for dead, and the finals over.
+        """
+        key = self.conditions(candidate, steps=steps)
+        known = next((r for r in reversed(history.records) if r.confirmation and r.reuse_key == key), None)
+        if known is not None and known.measurement.outcome is not Outcome.INFRA:
+            return known
+        measurement = self._prober.probe(ProbeRequest(candidate, steps, confirmation=True))
+        measurement.detail[COMPARISON] = True
+        return self._keep(candidate, measurement, history, claim, release=False, confirmation=True, reuse_key=key)
+
+    def look_again(self, stopped: ProbeRecord, history: History, claim: Claim) -> None:
+        """Probe a candidate again, to its end, that was stopped while the machine was slow."""
+        candidate = stopped.candidate
+        self._observer.noticed(f"trial {stopped.trial} was stopped while the machine was slow: it is probed again")
+        measurement = self._prober.probe(ProbeRequest(candidate, self._settings.probe.steps))
+        self._keep(candidate, measurement, history, claim, release=False, reuse_key=self.conditions(candidate))
+
     def _keep(
         self,
         candidate: Candidate,
@@ -223,6 +259,8 @@ class Measurer:
         release: bool = True,
         **marks: Any,
     ) -> ProbeRecord:
+        if not marks.get("reused"):
+            notice(measurement, history.records, self._observer, self._told)
         marks |= {"optuna_study": self._optuna_study, "worker": self._worker}
         row = probe_row(self._study, candidate, measurement, **marks)
         try:

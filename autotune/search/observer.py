@@ -66,3 +66,6 @@ class Observer:
 
     def confirming(self, candidate: Candidate, number: int, of: int) -> None:
         """A finalist or the reference is about to be measured again, the `number`-th of about `of`."""
+
+    def noticed(self, text: str) -> None:
+        """Something that whoever reads the results should know, one sentence: a device is busy, a rank is slow."""

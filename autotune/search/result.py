@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from autotune.search.history import speed
+from autotune.search.history import History, speed
 from autotune.store.records import ProbeRecord
 
 
@@ -29,6 +29,19 @@ class Counts:
     repeats: int
     feasible: int = 0
 
+    @classmethod
+    def of(cls, history: History, repeats: int) -> Counts:
+        """What a history says was done."""
+        records = history.settling()
+        return cls(
+            outcomes=Counter(record.measurement.outcome.value for record in records),
+            probed=history.spent,
+            inferred=sum(record.inferred for record in records),
+            reused=sum(record.reused for record in records),
+            repeats=repeats,
+            feasible=len(history.feasible()),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -43,6 +56,7 @@ class Result:
             predictions).
         counts: what was done.
         reason: why the search ended.
+        aside: confirmations that would have won, of candidates that train differently from the reference.
     """
 
     winner: ProbeRecord
@@ -51,6 +65,7 @@ class Result:
     confirmations: list[ProbeRecord]
     counts: Counts
     reason: str
+    aside: list[ProbeRecord] = field(default_factory=list)
 
     @property
     def gain(self) -> float:

@@ -20,6 +20,7 @@ from autotune.search.history import History, speed
 from autotune.search.idle import Idle
 from autotune.search.measurer import Measurer, TryAgain, Turn
 from autotune.search.observer import Observer, Overview
+from autotune.search.referee import Referee
 from autotune.search.result import Counts, Result
 from autotune.search.samplers import Plan, plan
 from autotune.search.trials import FAILED_TRIAL, REFUSED, Trials, quiet
@@ -340,6 +341,12 @@ class Search:
         history, machine, baseline = self._history, self._settings.machine, self._space.baseline
         untuned = history.settled(baseline)
         reference = [untuned] if self._outside and untuned and outcomes.fits(untuned.measurement, machine) else []
+
+        def compare(candidate: Candidate, steps: int) -> ProbeRecord:
+            return self._measurer.compare(candidate, history, steps, claim)
+
+        for stopped in history.doubtful():
+            self._measurer.look_again(stopped, history, claim)
         held = finals.hold(
             history.feasible(),
             reference,
@@ -347,6 +354,7 @@ class Search:
             self._settings.objective.finalists,
             machine,
             lambda candidate, number, of: self._measurer.confirm(candidate, history, number, of, claim),
+            Referee(machine, self._store, compare, self._observer.noticed).compare,
         )
         if held is None:
             confirmed = [r for r in history.records if r.confirmation and r.candidate in self._possible]
@@ -360,7 +368,8 @@ class Search:
             reference=held.reference,
             baseline=untuned,
             confirmations=sorted(confirmations, key=speed, reverse=True),
-            counts=self._counts(),
+            aside=held.aside,
+            counts=Counts.of(history, self._repeats),
             reason=self._reason,
         )
 
@@ -382,17 +391,6 @@ class Search:
             knobs=tuple(name for name, values in self._space.knobs.items() if len(values) > 1),
             ledger=self._space.ledger.summary(),
             predicted=self._predicts,
-        )
-
-    def _counts(self) -> Counts:
-        records = self._history.settling()
-        return Counts(
-            outcomes=Counter(record.measurement.outcome.value for record in records),
-            probed=self._history.spent,
-            inferred=sum(record.inferred for record in records),
-            reused=sum(record.reused for record in records),
-            repeats=self._repeats,
-            feasible=len(self._history.feasible()),
         )
 
     def _told(self, record: ProbeRecord) -> outcomes.Told:

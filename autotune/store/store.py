@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,15 @@ from autotune.store.engine import connect_args, make_folder, open_engine, parse_
 from autotune.store.faults import missing_driver, missing_folder, store_faults
 from autotune.store.migrations import migrate, pending, version
 from autotune.store.patience import Answer, Patience, patient
-from autotune.store.records import ProbeRecord, StudyRecord, measurement_of, probe_record, probe_row, study_record
+from autotune.store.records import (
+    ProbeRecord,
+    StudyRecord,
+    measurement_of,
+    measurement_row,
+    probe_record,
+    probe_row,
+    study_record,
+)
 from autotune.store.tables import claims, probes, studies, workers
 from autotune.store.worker import Worker
 from autotune.workload.workload import Workload
@@ -235,6 +244,18 @@ class Store:
         queries = select(probes.c.trial).where(again).limit(1), select(claims.c.worker).where(taken)
         with self.reading() as connection:
             return any(connection.execute(query).first() is not None for query in queries)
+
+    @patient
+    def amend(self, record: ProbeRecord, detail: Mapping[str, Any]) -> ProbeRecord:
+        """Add to the detail of a stored measurement what was found out about it later; nothing else of it changes."""
+        measurement = record.measurement
+        amended = replace(record, measurement=replace(measurement, detail={**measurement.detail, **detail}))
+        if amended != record:
+            rest = measurement_row(amended.measurement)["rest"]
+            mine = (probes.c.study == record.study) & (probes.c.trial == record.trial)
+            with self.writing() as connection:
+                connection.execute(update(probes).where(mine).values(rest=rest))
+        return amended
 
     @patient
     def reusable(self, reuse_key: str) -> Measurement | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from autotune.machine.machine import gib
+from autotune.machine.machine import GIB, gib
 from autotune.probe.torchrun.procfs import available_bytes, everyone_resident, pss_bytes, resident_bytes
 
 GROWN = 4 * 2**20
@@ -147,6 +147,17 @@ def held_by_nodes(
         both = [p + w for p, w in zip(pinned, within, strict=True)]
         seen.append(max([outside + max(pinned, default=0), *both]))
     return seen
+
+
+def reserve_bytes(size_gib: float | None) -> int:
+    """`probe.host_reserve_gib` in bytes, or its default: 2 % of the host's memory, but 0.5 GiB at least and 8 at most.
+
+    The ranks of a node can touch some 20 GB/s together and are looked at every tenth of a second: they take at most a
+    few GiB before they are gone. What is kept on a small host is for the tuner itself and the kernel.
+    """
+    if size_gib is not None:
+        return int(size_gib * GIB)
+    return int(min(max(psutil.virtual_memory().total * 0.02, GIB // 2), 8 * GIB))
 
 
 def family(pid: int) -> list[int]:

@@ -11,10 +11,11 @@ import ctypes
 import os
 import resource
 
+from autotune.probe.torchrun.procfs import PAGE
+
 NEAR = 0.05
 """A death counts as device OOM only when use, with the request that failed, was this near to the budget or above."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def return_freed_memory(at_once: bool) -> None:
@@ -51,7 +52,7 @@ class DeviceLimit:
             host_to_come: bytes that will belong to the host and are not there yet.
         """
         # The sixth field counts pages of private writable memory, as RLIMIT_DATA does, and the main stack.
-        data = int(os.pread(self._statm, 256, 0).split()[5]) * _PAGE
+        data = int(os.pread(self._statm, 256, 0).split()[5]) * PAGE
         left = max(self.budget - live + host_to_come, 0)
         resource.setrlimit(resource.RLIMIT_DATA, (data + left, self._hard))
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from autotune.probe.torchrun.limit import NEAR, DeviceLimit, return_freed_memory
-from autotune.probe.torchrun.procfs import pss_bytes
+from autotune.probe.torchrun.procfs import heap_bytes, pss_bytes
 from autotune.probe.torchrun.tape import Tape
 from autotune.workload.checkpointing import HostInput
 
@@ -57,6 +57,14 @@ class Meters(Protocol):
 
     def release(self) -> None:
         """What follows is timed, and repeats what has fitted: nothing of the metering may slow it."""
+        ...
+
+    def after_step(self) -> dict[str, int]:
+        """What is in use after a measured step, for a look at what grows; takes microseconds.
+
+        `device`: live tensors on the device; on CUDA also `reserved`, and `retries` so far, of its allocator. `host`:
+        what the process has from malloc, pinned memory included. On an emulated device both are one heap: `device`.
+        """
         ...
 
 
@@ -110,6 +118,10 @@ class CpuMeters:
         self._taping = False
         return_freed_memory(at_once=False)
 
+    def after_step(self) -> dict[str, int]:
+        """See Meters."""
+        return {"device": heap_bytes()}
+
     def _move(self, size: int) -> None:
         self._host += size
         self.tape.live -= size
@@ -143,7 +155,6 @@ class CudaMeters:
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
-        pinned = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
         return {
             "allocated": stats["allocated_bytes.all.peak"],
             "live": stats["allocated_bytes.all.current"],
@@ -152,7 +163,7 @@ class CudaMeters:
             "inactive_split": stats["inactive_split_bytes.all.peak"],
             "retries": stats["num_alloc_retries"],
             "ooms": stats["num_ooms"],
-            "pinned": pinned.get("allocated_bytes.current", 0),
+            "pinned": _pinned_bytes(),
             "pss": pss_bytes(),
         }
 
@@ -161,6 +172,22 @@ class CudaMeters:
 
     def release(self) -> None:
         """See Meters. The allocator's statistics cost nothing."""
+
+    def after_step(self) -> dict[str, int]:
+        """See Meters."""
+        stats = torch.cuda.memory_stats()
+        return {
+            "device": stats["allocated_bytes.all.current"],
+            "reserved": stats["reserved_bytes.all.current"],
+            "retries": stats["num_alloc_retries"],
+            "host": heap_bytes() + _pinned_bytes(),
+        }
+
+
+def _pinned_bytes() -> int:
+    """What torch has of pinned host memory; 0 where this torch does not say."""
+    stats = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
+    return int(stats.get("allocated_bytes.current", 0))
 
 
 def host_storages(engine: Any) -> list[torch.UntypedStorage]:

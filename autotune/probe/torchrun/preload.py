@@ -39,6 +39,7 @@ def prepare(operations: bool) -> None:
         "transformers.models.auto.modeling_auto",
         "autotune.probe.torchrun.worker",
         "autotune.probe.torchrun.meters",
+        "autotune.probe.torchrun.pace",
         "autotune.workload.build",
         "autotune.workload.checkpointing",
         "autotune.workload.step",

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from autotune.candidate import Candidate
 from autotune.errors import InfraError, SettingsError
-from autotune.machine.machine import GIB
+from autotune.probe.creep import at_risk
 from autotune.probe.measurement import Measurement, Outcome
+from autotune.probe.pace import straggler
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.spread import median_spread
 from autotune.probe.torchrun.cold import Cold
@@ -36,7 +35,7 @@ from autotune.space.config import deepspeed_config
 
 SAMPLE_ABOVE = 4
 """Longer accumulations are timed by windows of 2 and of 4 micro-steps, except on CPU and in confirmations."""
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever what is measured changes, so that older measurements are not taken for new ones."""
 
 
@@ -46,11 +45,13 @@ class TorchrunProber:
     Args:
         settings: of the sweep.
         launcher: starts the ranks; closed with the prober.
+        devices: what was found of the devices before, a sentence each: kept with every measurement.
     """
 
     kind = "torchrun"
 
-    def __init__(self, settings: Settings, launcher: Launcher) -> None:
+    def __init__(self, settings: Settings, launcher: Launcher, devices: Sequence[str] = ()) -> None:
+        self._devices = list(devices)
         self._settings = settings
         self._machine, self._workload = settings.machine, settings.workload
         self._threads, self._processors = placed(settings)
@@ -150,7 +151,7 @@ class TorchrunProber:
             stop_below_tokens_per_s=None if request.confirmation else request.stop_below_tokens_per_s,
             threads=self._threads,
             processors=self._processors,
-            host_reserve_bytes=reserve_bytes(self._settings.probe.host_reserve_gib),
+            host_reserve_gib=self._settings.probe.host_reserve_gib,
         )
 
     def _deadline_s(self, spec: ProbeSpec) -> float:
@@ -174,13 +175,21 @@ class TorchrunProber:
             needed.append(evidence.host_full.needed_bytes)
         machine = self._machine
         hosts = held_by_nodes(memory, machine.nodes, machine.devices_per_node, detail["host_bytes"])
-        detail["host_bytes"] = hosts
+        detail |= {"host_bytes": hosts} | ({"devices": self._devices} if self._devices else {})
         whole: dict[str, Any] = {}
         first = results[0] if results else None
         if first is not None and verdict.outcome in (Outcome.OK, Outcome.STOPPED):
             whole = self._speed(request, first, verdict.outcome)
             whole["overhead_s"] = wall_s - first.unmeasured_s - first.measured_s
-            whole["losses"] = first.losses
+            whole |= {"losses": first.losses, "gradient_norms": first.gradient_norms}
+            detail["steps"] = [r.steps for r in results if r is not None]
+            detail["pace_s"] = [r.pace_s for r in results if r is not None]
+            if slow := straggler(detail["pace_s"]):
+                node, device = divmod(slow["rank"], machine.devices_per_node)
+                detail["straggler"] = {**slow, "node": node, "device": device}
+            if request.confirmation:
+                used = (total or reserved or allocated or (0, 0))[0]
+                whole["at_risk"] = at_risk(detail["steps"], machine, used, max(hosts))
         return Measurement(
             outcome=verdict.outcome,
             probe_kind=self.kind,
@@ -238,17 +247,6 @@ def make_launcher(settings: Settings, tell: Tell = lambda text: None) -> Launche
     if name not in launchers:
         raise SettingsError(f"launcher={name} is unknown", f"one of {', '.join(sorted(launchers))}")
     return launchers[name]()
-
-
-def reserve_bytes(gib: float | None) -> int:
-    """`probe.host_reserve_gib` in bytes, or its default: 2 % of the host's memory, but 0.5 GiB at least and 8 at most.
-
-    The ranks of a node can touch some 20 GB/s together and are looked at every tenth of a second: they take at most a
-    few GiB before they are gone. What is kept on a small host is for the tuner itself and the kernel.
-    """
-    if gib is not None:
-        return int(gib * GIB)
-    return int(min(max(psutil.virtual_memory().total * 0.02, GIB // 2), 8 * GIB))
 
 
 def placed(settings: Settings) -> tuple[int, list[list[int]]]:

@@ -54,7 +54,7 @@ class ProbeSpec:
         stop_below_tokens_per_s: see ProbeRequest.
         threads: per rank.
         processors: of each local rank, by local rank.
-        host_reserve_bytes: when a node has less memory left than that, its ranks are ended.
+        host_reserve_gib: `probe.host_reserve_gib`: when a node has less memory left than that, its ranks are ended.
         rendezvous: where the nodes' agents meet; None where there is one node.
     """
 
@@ -71,13 +71,24 @@ class ProbeSpec:
     stop_below_tokens_per_s: float | None
     threads: int
     processors: list[list[int]]
-    host_reserve_bytes: int
+    host_reserve_gib: float | None
     rendezvous: Rendezvous | None = None
 
     @property
     def host_limit_bytes(self) -> int:
         """What the ranks of one node may hold of its memory; 0 where that is not known."""
         return int(self.machine.host_memory_gib * GIB)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """At most so many bytes of a rank will belong to the host, from the model's size.
+
+        Per parameter of the partition: fp32 master, two states and gradient, and DeepSpeed's 16-bit and gradient
+        buffers beside them (20); 4 for an offloaded parameter.
+        """
+        candidate, parameters = self.candidate, self.parameters or 0
+        share = -(-parameters // self.machine.world_size)
+        return share * (20 * (candidate.offload_optimizer == "cpu") + 4 * (candidate.offload_param == "cpu"))
 
     @property
     def untimed_micro_steps(self) -> int:
@@ -131,7 +142,10 @@ class RankResult:
         at: seconds between the moment when the ranks had found each other and this one's end, so that ends on
             several machines can be told apart in time, whatever their clocks say.
         step_times_s: the measured steps; with sampled accumulation each is solved from a pair of windows.
+        losses, gradient_norms: of every step that counts; DeepSpeed keeps no norm in some configurations.
         memory: phase → meters.
+        steps: what the meters say after each measured step (see Meters.after_step), each a list over the steps.
+        pace_s: each round of the work in pace.py.
         unmeasured_s: warm-up and tape steps; measured_s: the measured steps.
     """
 
@@ -146,8 +160,11 @@ class RankResult:
     at: float = 0.0
     step_times_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float | None] = field(default_factory=list)
     skipped_steps: int = 0
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[str, list[int]] = field(default_factory=dict)
+    pace_s: list[float] = field(default_factory=list)
     unmeasured_s: float = 0.0
     measured_s: float = 0.0
     timeline_s: dict[str, float] = field(default_factory=dict)

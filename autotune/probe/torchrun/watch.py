@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from autotune.probe.torchrun.host_memory import HostMemory
+from autotune.probe.torchrun.host_memory import HostMemory, reserve_bytes
 from autotune.probe.torchrun.launcher import AgentReport
 from autotune.probe.torchrun.process import Identity, kill_session
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
@@ -43,7 +43,7 @@ class Watch:
         self._gone: tuple[int, float] | None = None
         spec = ProbeSpec.read(directory / "spec.json")
         self._local = spec.machine.devices_per_node
-        self._host = HostMemory(spec.host_limit_bytes, spec.host_reserve_bytes)
+        self._host = HostMemory(spec.host_limit_bytes, reserve_bytes(spec.host_reserve_gib))
         self.timed_out = False
         self.stopped: list[int] = []
         self.vanished: int | None = None

@@ -73,8 +73,9 @@ class _Rank:
         self.on_cpu = spec.machine.accelerator == "cpu"
         self.now = Phase.LOAD
         self.meters: Any = None
-        self.steps_made = 0
+        self.steps_made = self.steps_counted = 0  # a skipped one is made and does not count
         self.losses: list[Any] = []
+        self.norms: list[Any] = []
         self.began = self.joined = time.monotonic()
 
     # -- the way ------------------------------------------------------------------------------------------------
@@ -84,12 +85,13 @@ class _Rank:
         import torch
 
         from autotune.probe.torchrun.meters import CpuMeters, CudaMeters
+        from autotune.probe.torchrun.pace import pace
 
         self.join()
         self.mark("joined")
         if self.on_cpu:
             self.device = torch.device("cpu")
-            self.meters = CpuMeters(self.spec.machine.device_memory_bytes, self.offloaded_bytes())
+            self.meters = CpuMeters(self.spec.machine.device_memory_bytes, self.spec.offloaded_bytes)
         else:
             self.device = torch.device("cuda", self.local_rank)
             self.meters = CudaMeters(self.spec.machine.device_memory_bytes)
@@ -110,6 +112,9 @@ class _Rank:
         self.mark("measured")
         self.check_losses()
         self.finish()
+        self.synchronise()
+        self.result.pace_s = pace(self.device)
+        self.synchronise()
 
     def place(self) -> None:
         """Give this rank its processors and threads: the same for every candidate, and recorded."""
@@ -245,6 +250,8 @@ class _Rank:
                 result.step_times_s.append((accumulation - 1) * micro + two - micro)
             else:
                 result.step_times_s.append(self.timed_step(accumulation))
+            for name, size in self.meters.after_step().items():
+                result.steps.setdefault(name, []).append(size)
             if len(result.step_times_s) >= 2 and self.cannot_win(tokens / min(result.step_times_s)):
                 result.stopped = True
                 break
@@ -293,7 +300,7 @@ class _Rank:
             batches = make_step_batches(
                 self.make_batch,
                 self.spec.workload,
-                self.steps_made,
+                self.steps_counted,  # so that the n-th step that counts has the same data in every candidate
                 self.spec.candidate.micro_batch,
                 micro_steps or self.spec.untimed_micro_steps,
                 self.rank,
@@ -305,6 +312,8 @@ class _Rank:
             self.steps_made += 1
             if self.engine.skipped_steps == skipped:
                 self.losses.append(loss)
+                self.norms.append(self.engine.get_global_grad_norm())
+                self.steps_counted += 1
                 return
             self.result.skipped_steps += 1
             if not math.isfinite(loss.item()):  # a skipped step may wait for the device
@@ -334,7 +343,8 @@ class _Rank:
         losses = torch.stack(self.losses).to(self.device)
         dist.all_reduce(losses)
         self.result.losses += [float(x) / self.world for x in losses.tolist()]
-        self.losses = []
+        self.result.gradient_norms += [None if norm is None else float(norm) for norm in self.norms]
+        self.losses, self.norms = [], []
         for step, loss in enumerate(self.result.losses):
             if not math.isfinite(loss):
                 raise DivergedError(Phase.FORWARD, f"the loss of optimizer step {step + 1} is {loss}")
@@ -356,16 +366,6 @@ class _Rank:
     def mark(self, name: str) -> None:
         """Keep how long it took to come here, seconds."""
         self.result.timeline_s[name] = round(time.monotonic() - self.began, 4)
-
-    def offloaded_bytes(self) -> int:
-        """At most so many bytes of this rank will belong to the host, from the model's size.
-
-        Per parameter of the partition: fp32 master, two states and gradient, and DeepSpeed's 16-bit and gradient
-        buffers beside them (20); 4 for an offloaded parameter.
-        """
-        candidate, parameters = self.spec.candidate, self.spec.parameters or 0
-        share = -(-parameters // self.world)
-        return share * (20 * (candidate.offload_optimizer == "cpu") + 4 * (candidate.offload_param == "cpu"))
 
     def finish(self) -> None:
         """Read the meters once more: what the measured steps did to the allocator and to the host."""

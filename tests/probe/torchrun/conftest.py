@@ -104,10 +104,13 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: Probe) -> Cal
     """Probe a small custom model that does what `fault` says (see faulty.py)."""
     monkeypatch.chdir(Path(__file__).parent)
 
-    def run(fault: str, candidate: Candidate = PLAIN, *overrides: str, **arguments: Any) -> Measurement:
+    def run(
+        fault: str, candidate: Candidate = PLAIN, *overrides: str, confirm_steps: int = 0, **arguments: Any
+    ) -> Measurement:
         values = ",".join(f"{name}:{value}" for name, value in {"fault": fault, **arguments}.items())
         model = ["model=custom", "model.factory=faulty:build", f"+model.args={{{values}}}", *QUICK[3:]]
-        return probe(candidate, *model, "probe.deadline_s=20", *overrides)
+        request = {"steps": confirm_steps, "confirmation": True} if confirm_steps else {}
+        return probe(candidate, *model, "probe.deadline_s=20", *overrides, **request)
 
     return run
 

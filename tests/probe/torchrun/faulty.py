@@ -85,6 +85,8 @@ class Model(nn.Module):
         self.fault.strike("forward")
         if kind == "not_finite" and self.fault.at == "forward" and RANK == FAULTY_RANK:
             return loss * float("nan")
+        if kind == "sum":
+            return loss * len(tokens)
         return {"loss": loss} if kind != "no_loss" else {"logits": x}
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -107,6 +109,7 @@ class Fault:
 
     def __init__(self, kind: str, at: str, mark: str) -> None:
         self.kind, self.at, self.mark = kind, at, mark
+        self.kept: list[torch.Tensor] = []
 
     def strike(self, phase: str) -> None:
         strike = getattr(self, self.kind, None)
@@ -140,6 +143,10 @@ class Fault:
         while True:
             eaten.append(bytearray(os.urandom(1024)) * 30_000)
             time.sleep(0.01)
+
+    def leak(self) -> None:
+        """Keep two megabytes more at every micro-step."""
+        self.kept.append(torch.empty(2**19))
 
     def oom(self) -> None:
         torch.zeros(2**30, dtype=torch.uint8)
