@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from autotune import __version__
+from autotune import __version__, credentials
 from autotune.errors import AutotuneError, SettingsError
 from autotune.usage import usage
 
@@ -34,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     130 interrupted. Errors are one sentence and a hint on stderr; `--debug` adds the traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    credentials.remember(os.environ.get(credentials.VARIABLE))
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show × still gets its figures
@@ -41,25 +41,27 @@ def main(arguments: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _interrupt)  # a batch system's end of time is an interruption like Ctrl-C
     try:
+        if arguments is None:
+            credentials.hide(given)
         verb, rest = _verb(given)
         if verb != "tune":
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `autotune trials … | head` ends quietly
         return VERBS[verb](rest)
     except AutotuneError as error:
         if debug:
-            traceback.print_exc()
+            _trace()
         _say(f"error: {error.message}", error.hint)
         return error.exit_code
     except KeyboardInterrupt:
         if debug:
-            traceback.print_exc()
-        again = shlex.join(["python", "-m", "autotune", *given])
+            _trace()
+        again = shlex.join(["python", "-m", "autotune", *given, *credentials.moved])
         sweep = not given or given[0] not in VERBS or given[0] == "tune"
         _say("interrupted", f"everything measured is saved; `{again}` goes on where this stopped" * sweep)
         return INTERRUPTED
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the process's edge: what nobody expected is told in a sentence
         if debug:
-            raise
+            _trace()
         _say(f"error: {type(error).__name__}: {error}", "this is unexpected: run it again with --debug to see where")
         return 1
 
@@ -84,12 +86,13 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-_PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s@]+@")
+def _trace() -> None:
+    print(credentials.masked(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def _say(sentence: str, hint: str) -> None:
     """Say what is wrong and what to do; a password in a URL is nobody's business."""
-    sentence, hint = (_PASSWORD.sub(r"\1***@", text) for text in (sentence, hint))
+    sentence, hint = credentials.masked(sentence), credentials.masked(hint)
     print(sentence, file=sys.stderr)
     if hint:
         first, *more = hint.splitlines()
@@ -108,6 +111,7 @@ def _tune(arguments: list[str]) -> int:
         print(f"autotune {__version__}")
         return 0
     sweeps = _composed(arguments)
+    credentials.withdraw()
     if sweeps:
         from autotune.tune import tune
 
@@ -138,19 +142,20 @@ def _composed(arguments: list[str]) -> list[Settings]:
     def application(config: Any) -> None:
         composed.append(config)
 
-    said = io.StringIO()
+    said, shown = io.StringIO(), io.StringIO()
     program, sys.argv = sys.argv, ["autotune", *put(arguments)]
     pipe = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a sweep outlives who reads its output, a listing does not
     try:
-        with settings_errors(), redirect_stderr(said):
+        with settings_errors(), redirect_stderr(said), redirect_stdout(shown):
             application()
     except SystemExit as end:  # of Hydra's argument parser, after its usage and `autotune: error: …`
         if end.code:
             reason = said.getvalue().strip().rpartition("error: ")[2]
             raise SettingsError(reason, "`python -m autotune --help` shows what there is") from end
     else:
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(credentials.masked(said.getvalue()))
     finally:
+        sys.stdout.write(credentials.masked(shown.getvalue()))
         sys.stdout.flush()
         signal.signal(signal.SIGPIPE, pipe)
         sys.argv = program

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from sqlalchemy import URL, ColumnElement, Connection, Double, Engine, create_engine, event, literal_column, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, ProgrammingError
 
+from autotune import credentials
 from autotune.errors import StoreError
 from autotune.settings import normalise_store
 
@@ -38,6 +39,7 @@ def parse_url(url: str) -> URL:
     Raises:
         StoreError: it is malformed, or names something else than a SQLite file or a PostgreSQL database.
     """
+    credentials.remember(url)
     try:
         parsed = make_url(normalise_store(url))
         backend = parsed.get_backend_name()
@@ -52,7 +54,7 @@ def parse_url(url: str) -> URL:
 
 def shown(url: URL) -> str:
     """The URL as people and logs may see it."""
-    return url.render_as_string(hide_password=True)
+    return credentials.masked(url.render_as_string(hide_password=True))
 
 
 def connect_args(url: URL) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
+from autotune import credentials
 from autotune.errors import AutotuneError, StoreError
 from autotune.store.engine import shown
 
@@ -132,7 +133,7 @@ def _of_database(url: URL, error: SQLAlchemyError) -> StoreError:
         if code is not None and (code.startswith(prefix) or (prefix == "SQLITE_BUSY" and code == "SQLITE_LOCKED")):
             return StoreError(sentence.format(url=shown(url)), hint)
     lines = [line.strip() for line in str(original or error).splitlines() if line.strip()]
-    text = _without_password(url, lines[0] if lines else type(error).__name__)
+    text = credentials.masked(lines[0] if lines else type(error).__name__)
     hint = _POSTGRES.get(
         getattr(original, "sqlstate", None) or "",
         "see that the server runs and is reachable from here, then run the same command again; what is stored is kept",
@@ -148,7 +149,3 @@ def _is_passing(error: SQLAlchemyError) -> bool:
     if state is None:  # libpq's own words: it never came to the server, or lost it
         return error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
     return state in _PASSING or state.startswith("08")
-
-
-def _without_password(url: URL, text: str) -> str:
-    return text.replace(str(url.password), "***") if url.password else text

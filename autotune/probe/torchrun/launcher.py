@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+from autotune import credentials
 from autotune.machine.machine import Machine
 from autotune.probe.torchrun import preload
 from autotune.workload.workload import Workload
@@ -56,7 +57,7 @@ def environment(machine: Machine, workload: Workload, threads: int) -> dict[str,
         Path.home() / ".cache" / "autotune" / "torch_extensions" / f"{metadata.version('deepspeed')}-{installation}"
     )
     return {
-        **os.environ,
+        **credentials.without(os.environ),
         # ninja, which compiles DeepSpeed's operations, is found beside this interpreter, activated or not: another
         # version of it would compile everything anew.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),

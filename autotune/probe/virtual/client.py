@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from autotune import credentials
 from autotune.errors import InfraError
 from autotune.machine.machine import Machine
 from autotune.probe.torchrun.launcher import Tell, leashed
@@ -103,7 +104,7 @@ class Tracer:
         self._tell("importing torch and DeepSpeed to trace on virtual devices")
         self._numbered = 0
         self._log = log_file()
-        environ = os.environ | {
+        environ = credentials.without(os.environ) | {
             "DS_ACCELERATOR": self._accelerator,
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
