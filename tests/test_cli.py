@@ -124,7 +124,7 @@ REFUSED = {
         ("machine=cpu", "study.store=postgresql://me:h0tpotato@127.0.0.1:{port}/db"), 5, "127.0.0.1.*refused", "server"
     ),
     "a database URL with =": Refused(
-        ("study.store=postgresql://me:h0tpotato@host/db?sslmode=require",), 2, "must be quoted", "both quotes"
+        ("study.store=postgresql://me@host/db?sslmode=require",), 2, "must be quoted", "both quotes"
     ),
     "a name with =": Refused(("study.name=a=b",), 2, "study.name=a=b", "quote"),
     "a corrupt database": Refused(
