@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ from autotune.errors import SettingsError
 from autotune.export.deepspeed import write_winner
 from autotune.machine.detect import not_here_reason
 from autotune.machine.health import look
+from autotune.machine.share import occupied, shares
 from autotune.probe.measurement import VIRTUAL
 from autotune.probe.prober import ModelProber
 from autotune.probe.torchrun.describe import Description
@@ -21,10 +23,11 @@ from autotune.probe.torchrun.launcher import Tell
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
 from autotune.probe.torchrun.remote.reach import REMOTE, check_reach
 from autotune.report.summary import print_summary
-from autotune.report.terminal import progress
+from autotune.report.terminal import Progress, progress
 from autotune.search.result import Result
 from autotune.search.search import Search
 from autotune.settings import Settings
+from autotune.siblings import Place, Siblings
 from autotune.space.knobs import BY_NAME
 from autotune.space.needs import impossibility
 from autotune.space.space import Space
@@ -32,10 +35,15 @@ from autotune.store.store import Store
 
 VERSIONED = ("torch", "deepspeed", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 RECORDED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "DS_PIN_MEMORY_BACKEND")
+NEIGHBOURS = "{} probes run at a time and disturb each other's timings; the best are confirmed one by one"
 
 
-def tune(settings: Settings) -> tuple[Result, list[Path]]:
+def tune(settings: Settings, place: Place | None = None) -> tuple[Result, list[Path]]:
     """Sweep, confirm, write the winner's files and print the summary. Where candidates are predicted, that comes first.
+
+    Args:
+        settings: of the sweep.
+        place: which of a command's workers this process is; None for the command itself.
 
     Returns:
         What was found, and the files that were written.
@@ -45,51 +53,72 @@ def tune(settings: Settings) -> tuple[Result, list[Path]]:
         KeyboardInterrupt: interrupted; everything measured is stored, and no process of ours is left.
     """
     kind, reason = chosen(settings)
+    check_shares(kind, settings)
     if kind == VIRTUAL:
         print(planning(settings, reason), file=sys.stderr, flush=True)
-    space = Space(settings)
     store = Store.open(settings.store_url)
     try:
         store.patience.seconds = settings.study.reconnect_s
         # Known before anything is started: a study that another command tunes, or of another workload or machine.
-        store.crew(settings.study_name, heartbeat_s=settings.study.heartbeat_s).join()
+        crew = store.crew(settings.study_name, place.family if place else None, settings.study.heartbeat_s)
+        crew.join()
         store.open_study(settings.study_name, settings.workload, settings.machine)
         earlier = [probe for probe in store.probes(settings.study_name) if probe.measurement.probe_kind == kind]
-        with progress(sys.stderr, settings.machine, settings.budget.minutes, earlier) as seen:
-            found = [] if kind == VIRTUAL else look(settings.machine)
-            for sentence in found:
-                seen.noticed(sentence)
-            prober = make_prober(kind, settings, seen.telling, found)
-            try:
-                model = described(prober.describe())
-                if fitted := fitted_buckets(settings, model):
-                    settings = fitted
-                    space = Space(settings)
-                search = Search(
-                    settings,
-                    space,
-                    store,
-                    prober,
-                    environment=environment(model, prober),
-                    observer=seen,
-                    impossible=impossibility(
-                        space.candidates,
-                        model.parameters,
-                        model.not_checkpointed,
-                        settings.workload,
-                        settings.machine,
-                    ),
-                )
-                result = search.run()
-            finally:
-                prober.close()
-        wins = store.study(settings.study_name).winner_trial == result.winner.trial
-        folder = settings.study_dir if wins else settings.study_dir / "planned"  # beside the files of a measured winner
-        files = write_winner(result.winner, settings.workload, settings.machine, folder, settings.space.nvme_path)
+        with ExitStack() as ending:
+            seen = ending.enter_context(progress(sys.stderr, settings.machine, settings.budget.minutes, earlier))
+            alone = settings.probe.parallel == 1 or place is not None
+            siblings = None if alone else Siblings(settings, crew.me.family, seen.waiting)
+            if siblings is not None:
+                ending.callback(siblings.close)
+                seen.waiting(NEIGHBOURS.format(settings.probe.parallel))
+            recorded = {name: os.environ[name] for name in RECORDED if name in os.environ}
+            ending.enter_context(
+                occupied(settings.machine, settings.probe.devices, settings.probe.parallel, place.index if place else 0)
+            )
+            settings, space, result = sweep(kind, settings, store, seen, recorded)
+            wins = store.study(settings.study_name).winner_trial == result.winner.trial
+            folder = settings.study_dir if wins else settings.study_dir / "planned"  # beside a measured winner's files
+            files = write_winner(result.winner, settings.workload, settings.machine, folder, settings.space.nvme_path)
+            if siblings is not None:
+                siblings.wait()
     finally:
         store.close()
     print_summary(sys.stdout, settings.machine, result, space.ledger.summary(), files)
     return result, files
+
+
+def sweep(
+    kind: str, settings: Settings, store: Store, seen: Progress, recorded: dict[str, str]
+) -> tuple[Settings, Space, Result]:
+    """Look at the devices and the model, then search and confirm; (settings as they fit the model, space, result)."""
+    space = Space(settings)
+    found = [] if kind == VIRTUAL else look(settings.machine)
+    for sentence in found:
+        seen.noticed(sentence)
+    prober = make_prober(kind, settings, seen.telling, found)
+    try:
+        model = described(prober.describe())
+        if fitted := fitted_buckets(settings, model):
+            settings = fitted
+            space = Space(settings)
+        search = Search(
+            settings,
+            space,
+            store,
+            prober,
+            environment=environment(model, prober) | recorded,
+            observer=seen,
+            impossible=impossibility(
+                space.candidates,
+                model.parameters,
+                model.not_checkpointed,
+                settings.workload,
+                settings.machine,
+            ),
+        )
+        return settings, space, search.run()
+    finally:
+        prober.close()
 
 
 def chosen(settings: Settings) -> tuple[str, str]:
@@ -110,6 +139,24 @@ def chosen(settings: Settings) -> tuple[str, str]:
     if reason and name == "torchrun":
         raise SettingsError(reason, f"run it on that machine, or plan for it here with probe={VIRTUAL}")
     return (VIRTUAL, reason) if reason else ("torchrun", "")
+
+
+def check_shares(kind: str, settings: Settings) -> None:
+    """Refuse devices that cannot be shared out.
+
+    Raises:
+        SettingsError: nothing is measured here, a device is not here, or the machine does not fit in a share.
+    """
+    probe = settings.probe
+    if probe.parallel == 1 and probe.devices is None:
+        return
+    if kind == VIRTUAL or settings.launcher.name in REMOTE:
+        where = "nothing is measured" if kind == VIRTUAL else f"launcher={settings.launcher.name} measures elsewhere"
+        raise SettingsError(
+            f"probe.parallel and probe.devices share out the devices of this machine, and {where}",
+            "leave them out; several commands work on one study with study.store=postgresql://…",
+        )
+    shares(settings.machine, probe.devices, probe.parallel)
 
 
 def planning(settings: Settings, reason: str) -> str:
@@ -165,7 +212,7 @@ def fitted_buckets(settings: Settings, model: Description) -> Settings | None:
 
 
 def environment(model: Description, prober: ModelProber) -> dict[str, Any]:
-    """What else must be equal for a measurement to be reused: versions, threads, variables, the model's source."""
+    """What else must be equal for a measurement to be reused: versions, threads, the model's source."""
     versions = {}
     for package in VERSIONED:
         try:
@@ -178,5 +225,4 @@ def environment(model: Description, prober: ModelProber) -> dict[str, Any]:
         "protocol": prober.protocol,
         "threads": prober.threads,
         "source": model.source,
-        **{name: os.environ[name] for name in RECORDED if name in os.environ},
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,12 +16,12 @@ from autotune.store.store import Store
 from tests.commands import Run, autotune
 from tests.postgres import PASSWORD, Server
 from tests.test_credentials import listing
-from tests.test_tune import MODEL, PLAIN, QUICK
+from tests.test_tune import MODEL, PLAIN, QUICK, trials
 
 pytestmark = pytest.mark.probes
 
-SWEEP = (*MODEL, *QUICK, *PLAIN, "machine.devices_per_node=1", "space.micro_batch=[1,2,8]", "space.zero_stage=[1,2]")
-"""Six candidates on one emulated device, so that two probes at a time have a processor each."""
+SWEEP = (*MODEL, *QUICK, *PLAIN, "machine.devices_per_node=1", "space.micro_batch=[1,2]", "space.zero_stage=[1,2]")
+"""Four candidates on one emulated device, so that two probes at a time have a processor each."""
 STUDY = "gpt_tiny-cpu-1x1"
 
 
@@ -73,10 +75,41 @@ def test_two_workers_sweep_one_study_though_one_is_killed_in_a_probe_and_the_ser
     winner = store.study(STUDY).winner_trial
     store.close()
     searched = Counter(row.key for row in rows if not row.confirmation)
-    assert len(searched) == 6
+    assert len(searched) == 4
     assert set(searched.values()) == {1}
     recipe = json.loads((folders[1] / "studies" / STUDY / "recipe.json").read_text())
     assert recipe["trial"] == winner
     told = first.out + first.err + second.out + second.err
     written = [path.read_bytes().decode(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
     assert not [text for text in [told, *written] if PASSWORD + "@" in text]
+
+
+def test_one_command_runs_two_probes_at_a_time_on_processors_of_their_own(tmp_path: Path) -> None:
+    run = autotune(tmp_path, *SWEEP, "probe.parallel=2").finish()
+    assert run.code == 0, run.err
+    assert run.left == []
+    assert "disturb each other" in run.err
+    assert re.search(r"trial \d+ by \S+: ", run.err)
+    rows = trials(tmp_path, STUDY)
+    assert set(Counter(row["key"] for row in rows if not row["confirmation"]).values()) == {1}
+    store = Store.open(f"sqlite:///{tmp_path / 'studies' / 'autotune.db'}", create=False)
+    searched = [row for row in store.probes(STUDY) if not row.confirmation]
+    confirmed = [row for row in store.probes(STUDY) if row.confirmation]
+    store.close()
+    assert len({row.worker for row in searched}) == 2
+    assert {row.measurement.environment.get("neighbours") for row in searched} == {1}
+    assert {row.measurement.environment.get("neighbours") for row in confirmed} == {None}
+    assert sorted(path.name for path in (tmp_path / "studies").iterdir()) == ["autotune.db", STUDY]
+
+
+def test_an_interrupted_command_takes_its_other_workers_with_it(tmp_path: Path) -> None:
+    run = autotune(tmp_path, *SWEEP, "probe.parallel=2")
+    run.until(" probe 1")
+    deadline = time.monotonic() + 60
+    while not any("autotune.siblings" in process.cmdline() for process in run.living()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run.process.send_signal(signal.SIGINT)
+    run.finish()
+    assert run.code == 130
+    assert run.left == []

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, Engine, func, insert, select, update
+from sqlalchemy import URL, Connection, Engine, func, insert, inspect, select, update
 
 from autotune.candidate import Candidate
 from autotune.errors import SettingsError, StoreError
@@ -32,7 +32,7 @@ from autotune.store.records import (
     probe_row,
     study_record,
 )
-from autotune.store.tables import claims, probes, studies, workers
+from autotune.store.tables import claims, probes, schema, studies, workers
 from autotune.store.worker import Worker
 from autotune.workload.workload import Workload
 
@@ -84,6 +84,7 @@ class Store:
             with ExitStack() as unless_opened:
                 unless_opened.callback(engine.dispose)
                 if create:
+                    _refuse_strangers(engine, parsed)
                     migrate(engine)
                 else:
                     _check_readable(engine, parsed)
@@ -329,6 +330,15 @@ def _is_empty(connection: Connection, study: str) -> bool:
     if any(other.is_seen() is not False and other.pid != os.getpid() for other in others):
         return False
     return connection.execute(select(probes.c.trial).where(probes.c.study == study).limit(1)).first() is None
+
+
+def _refuse_strangers(engine: Engine, url: URL) -> None:
+    """Leave a database alone whose alembic version is another program's: Optuna could not keep its own beside it."""
+    names = set(inspect(engine).get_table_names())
+    if "alembic_version" in names and not names & {schema.name, "version_info"}:
+        raise StoreError(
+            f"{shown(url)} holds the tables of another program", "name another database with study.store=…"
+        )
 
 
 def _check_readable(engine: Engine, url: URL) -> None:

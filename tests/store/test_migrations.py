@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from optuna.storages import RDBStorage
 from sqlalchemy import Connection, create_engine, inspect, text
 
 from autotune.errors import StoreError
 from autotune.machine.machine import Machine
 from autotune.store import migrations
-from autotune.store.engine import open_engine, parse_url
+from autotune.store.engine import make_folder, open_engine, parse_url
 from autotune.store.store import Store
 from autotune.store.tables import metadata
 from autotune.workload.workload import Workload
@@ -97,3 +98,24 @@ def test_a_reader_does_not_change_a_database_that_is_not_ours(tmp_path: Path) ->
     with pytest.raises(StoreError, match="holds no studies of autotune"):
         Store.open(f"sqlite:///{path}", create=False)
     assert path.read_bytes() == before
+
+
+def test_a_database_of_another_program_that_migrates_with_alembic_is_left_alone(url: str, opened: Open) -> None:
+    parsed = parse_url(url)
+    make_folder(parsed)
+    engine = open_engine(parsed)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32))"))
+    with pytest.raises(StoreError, match="holds the tables of another program"):
+        Store.open(url)
+    assert inspect(engine).get_table_names() == ["alembic_version"]
+    engine.dispose()
+
+
+def test_a_database_of_optunas_is_welcome(url: str, opened: Open) -> None:
+    parsed = parse_url(url)
+    make_folder(parsed)
+    storage = RDBStorage(parsed.render_as_string(hide_password=False))
+    storage.remove_session()
+    storage.engine.dispose()
+    opened(url).optuna_storage()
