@@ -42,7 +42,8 @@ Examples:
   python -m autotune check ds_config.json model=llama3_8b machine=h100_80g space.checkpoint_blocks=all
   python -m autotune space.zero_stage=[2,3] 'space.micro_batch={{low:1,high:16,log:true}}'
   python -m autotune model=custom model.factory=my_project.models:build workload.seq_len=1024
-  python -m autotune 'study.store="postgresql://tuner@db/studies"'
+  python -m autotune 'study.store="postgresql://tuner@db/studies"'   the same command elsewhere joins in
+  python -m autotune machine.devices_per_node=4 probe.parallel=2       two probes at a time, on 4 of 8 devices each
   python -m autotune --cfg job --resolve model=gpt20b   every setting, composed, without running anything
 
 Exit codes: 0 a winner, 1 unexpected, 2 usage or settings, 3 nothing feasible, 4 infrastructure, 5 store,
