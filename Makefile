@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install postgres tune test lint bench gpu-check wheel clean
+.PHONY: install postgres tune test lint bench bench-faults bench-soak gpu-check wheel clean
 
 install: $(STAMP) ## build the virtual environment in .venv
 
@@ -38,6 +38,12 @@ lint: install
 
 bench: install ## the figures that the README and the notes quote, as ratios from one run
 	$(BIN)/python -m tests.bench
+
+bench-faults: install ## every fault in every phase on real ranks: outcome, time to recover, what is left
+	$(BIN)/python -m tests.bench faults
+
+bench-soak: install ## 200 warm probes in a row: memory, zombies, file descriptors
+	$(BIN)/python -m tests.bench soak
 
 gpu-check: install ## on a machine with CUDA: predicted memory against the GPU's own counters, in under eight minutes
 	$(BIN)/pip install --quiet --constraint constraints.txt nvidia-ml-py

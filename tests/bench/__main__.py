@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from tests.bench import accuracy, gain, overhead, planning, startup
+from tests.bench import accuracy, faults, gain, overhead, planning, soak, startup
 
 BENCHES: dict[str, Callable[[], None]] = {
     "startup": startup.main,
@@ -17,8 +17,10 @@ BENCHES: dict[str, Callable[[], None]] = {
     "accuracy": accuracy.main,
     "planning": planning.main,
 }
+LONG: dict[str, Callable[[], None]] = {"faults": faults.main, "soak": soak.main}
+"""Those that have a target of their own and prove no figure."""
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or BENCHES:
         print(f"\n== {name}", flush=True)
-        BENCHES[name]()
+        (BENCHES | LONG)[name]()

@@ -123,7 +123,7 @@ class TorchrunProber:
                 kernel_killed=_kernel_kills() > killed,
                 host_full=next((HostFull(**host["full"]) for host in report["hosts"] if host["full"]), None),
                 torn=[rank for rank in range(world) if RankResult.torn(directory, rank)],
-                full=full_place(directory),
+                full=full_place(),
             )
             verdict = judge(evidence)
             detail = _detail(directory, verdict, evidence)

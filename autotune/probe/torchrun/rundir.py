@@ -41,9 +41,10 @@ def remove_stale() -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def full_place(directory: Path) -> str | None:
+def full_place() -> str | None:
     """A place that ranks write to and that has no room left; None where all have some."""
-    places = {"/dev/shm": SHARED_MEMORY, f"the disk of {directory.parent} (TMPDIR)": directory.parent}
+    temporary = Path(tempfile.gettempdir())
+    places = {str(SHARED_MEMORY): SHARED_MEMORY, f"the disk of {temporary} (TMPDIR)": temporary}
     for name, place in places.items():
         found = os.statvfs(place)
         if found.f_bavail * found.f_frsize < _ROOM:

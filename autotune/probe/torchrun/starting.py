@@ -14,6 +14,7 @@ from autotune.errors import InfraError
 from autotune.probe.torchrun import preload
 from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, leashed
 from autotune.probe.torchrun.process import kill_tree
+from autotune.probe.torchrun.rundir import full_place
 
 
 def log_file() -> IO[bytes]:
@@ -22,7 +23,9 @@ def log_file() -> IO[bytes]:
 
 
 def last_line(log: IO[bytes]) -> str:
-    """What a process said last."""
+    """What a process said last, or what kept it from saying anything."""
+    if place := full_place():
+        return f"{place} is full"
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing"

@@ -80,7 +80,7 @@ def judge(evidence: Evidence) -> Verdict:
         phase = evidence.phase(full.rank) if full.rank is not None else None
         return Verdict(Outcome.OOM_HOST if full.ours else Outcome.INFRA, phase, full.rank, full.message)
     if evidence.agent_error is not None:
-        return Verdict(Outcome.INFRA, message=evidence.agent_error)
+        return Verdict(Outcome.INFRA, message=f"{evidence.agent_error}{_for(evidence)}")
     if evidence.torn:
         return Verdict(Outcome.INFRA, rank=evidence.torn[0], message=_unwritten(evidence, evidence.torn[0]))
     if evidence.timed_out:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun import watch
+from autotune.probe.torchrun.launcher import Launcher
 from autotune.probe.torchrun.prober import TorchrunProber
-from autotune.probe.torchrun.warm import Warm
+from autotune.probe.torchrun.process import Identity
 from autotune.workload.phase import Phase
 
 from .conftest import CHECKPOINTED, PLAIN, STAGES, Probe, replace, settings
 from .matrix import MATRIX, Row
+from .trouble import (
+    Happening,
+    confined,
+    delete_run_directory,
+    kill_fork_server,
+    kill_host,
+    once_marked,
+    stop_fork_server,
+)
 
 Faulty = Callable[..., Measurement]
 
@@ -111,67 +116,77 @@ class TestCheckpointing:
 class TestOurOwnTrouble:
     """Is `infra`, whatever the ranks were doing, and the next probe has all that it needs."""
 
-    @pytest.fixture
-    def meanwhile(self, faulty: Faulty, probe: Probe, tmp_path: Path) -> Callable[[Callable[[], object]], Measurement]:
-        """Probe a model that hangs, and have something happen once it does."""
-
-        def run(happens: Callable[[], object]) -> Measurement:
-            assert probe(PLAIN).outcome is Outcome.OK
-            mark = tmp_path / "mark"
-
-            def wait() -> None:
-                deadline = time.monotonic() + 15
-                while not mark.exists() and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                happens()
-
-            thread = threading.Thread(target=wait)
-            thread.start()
-            measured = faulty("hang", PLAIN, mark=str(mark))
-            thread.join()
-            assert measured.wall_s < 15 + 10
-            assert probe(PLAIN).outcome is Outcome.OK
-            return measured
-
-        return run
-
-    def test_a_killed_host_process(self, meanwhile: Callable[..., Measurement], launcher: Warm) -> None:
-        measured = meanwhile(lambda: os.kill(_pid(launcher), signal.SIGKILL))
-        assert measured.outcome is Outcome.INFRA
-        assert measured.message == "the launcher's host process died"
-
-    def test_a_killed_fork_server(self, meanwhile: Callable[..., Measurement], launcher: Warm) -> None:
-        measured = meanwhile(lambda: os.kill(_fork_server(launcher), signal.SIGKILL))
-        assert measured.outcome is Outcome.INFRA
-        assert measured.message == "the fork server died"
-
-    def test_a_deleted_run_directory(self, meanwhile: Callable[..., Measurement], tmp_path: Path) -> None:
-        measured = meanwhile(lambda: [shutil.rmtree(run) for run in (tmp_path / "runs").iterdir()])
-        assert measured.outcome is Outcome.INFRA
-        assert "the run directory was deleted under the probe" in str(measured.message)
-
     @pytest.fixture(autouse=True)
-    def runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "runs").mkdir()
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "runs"))
+    def runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        folder = tmp_path / "runs"
+        folder.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        return folder
 
-    def test_a_fork_server_that_forks_no_more(self, launcher: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("happens", "message"),
+        [
+            (kill_host, "the launcher's host process died"),
+            (kill_fork_server, "the fork server died"),
+            (delete_run_directory, "the run directory was deleted under the probe"),
+        ],
+    )
+    def test_while_ranks_are_at_work(
+        self, faulty: Faulty, probe: Probe, runs: Path, tmp_path: Path, happens: Happening, message: str
+    ) -> None:
+        mark = tmp_path / "mark"
+        with once_marked(mark, happens, runs):
+            measured = faulty("hang", PLAIN, mark=str(mark))
+        assert measured.outcome is Outcome.INFRA
+        assert message in str(measured.message)
+        assert measured.wall_s < 20 + 10
+        assert probe(PLAIN).outcome is Outcome.OK
+
+    def test_a_fork_server_that_forks_no_more(
+        self, launcher: Launcher, runs: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         prober = TorchrunProber(settings(), launcher)
         assert prober.probe(ProbeRequest(PLAIN, 1)).outcome is Outcome.OK
         monkeypatch.setattr(watch, "BEGIN_S", 2.0)
-        os.kill(_fork_server(launcher), signal.SIGSTOP)
+        stop_fork_server(runs)
         measured = prober.probe(ProbeRequest(PLAIN, 1))
         assert measured.outcome is Outcome.INFRA
         assert measured.message == "no rank had begun after 2 s"
         monkeypatch.setattr(watch, "BEGIN_S", 60.0)
         assert prober.probe(ProbeRequest(PLAIN, 1)).outcome is Outcome.OK
 
+    def test_run_directories_of_killed_tuners_are_removed(self, launcher: Launcher, runs: Path) -> None:
+        living = Identity.here()
+        for name in (f"autotune-probe-{living.pid}-{living.started}-x", "autotune-probe-1-1-x", "autotune-probe-mine"):
+            (runs / name).mkdir()
+        TorchrunProber(settings(), launcher)
+        left = {path.name for path in runs.iterdir()}
+        assert left == {f"autotune-probe-{living.pid}-{living.started}-x", "autotune-probe-mine"}
 
-def _pid(launcher: Warm) -> int:
-    assert launcher.pid is not None
-    return launcher.pid
+
+SMALL = (
+    *("machine=cpu", "model.config.num_hidden_layers=2", "model.config.vocab_size=8192", "workload.seq_len=64"),
+    *("workload.global_batch=4", "space.micro_batch=2", "space.zero_stage=1", "space.offload_optimizer=none"),
+    *("space.offload_param=none", "space.checkpoint_blocks=none", "probe.steps=1"),
+)
 
 
-def _fork_server(launcher: Warm) -> int:
-    children = psutil.Process(_pid(launcher)).children()
-    return next(child.pid for child in children if "multiprocessing.forkserver" in " ".join(child.cmdline()))
+@pytest.mark.parametrize(
+    ("place", "size", "words"),
+    [
+        (
+            "/dev/shm",
+            "16m",
+            ("/dev/shm has 16 MiB left", "make it larger (docker run --shm-size"),
+        ),
+        ("small", "16k", ("(TMPDIR) is full",)),
+    ],
+)
+def test_a_full_place_ends_a_sweep_with_a_sentence_that_says_what_to_do(
+    tmp_path: Path, place: str, size: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "small").mkdir()
+    run = confined(tmp_path, [(place, size)], *SMALL, TMPDIR=str(tmp_path / "small")).finish()
+    assert run.code == 4, run.err
+    assert all(word in run.err for word in words), run.err
+    assert run.left == []

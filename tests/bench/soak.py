@@ -1,0 +1,92 @@
+"""Many warm probes in a row: what the controller, its host and the fork server hold must not grow.
+
+`make bench-soak` runs 200; a test runs fewer.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import psutil
+
+from autotune.probe.measurement import Outcome
+from autotune.probe.prober import ProbeRequest
+from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
+from autotune.probe.torchrun.procfs import pss_bytes
+from autotune.settings import compose_settings
+from tests.probe.torchrun.conftest import PLAIN, QUICK
+from tests.probe.torchrun.trouble import below
+
+PROBES = 200
+SETTLED = 10
+"""Probes before growth counts: caches fill, modules that are imported late come in."""
+MOST = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the three long-lived processes hold after a probe.
+
+    Attributes:
+        memory: process → private and shared-out resident memory (PSS), bytes.
+        files: process → open file descriptors.
+        zombies: dead children that nobody has reaped.
+    """
+
+    memory: dict[str, int]
+    files: dict[str, int]
+    zombies: int
+
+
+def held() -> Held:
+    """What is held now."""
+    processes = {
+        "controller": psutil.Process(),
+        "host": below("probe.torchrun.host"),
+        "fork server": below("multiprocessing.forkserver"),
+    }
+    children = psutil.Process().children(recursive=True)
+    return Held(
+        memory={name: pss_bytes(process.pid) for name, process in processes.items()},
+        files={name: process.num_fds() for name, process in processes.items()},
+        zombies=sum(child.status() == psutil.STATUS_ZOMBIE for child in children),
+    )
+
+
+def soak(probes: int) -> list[Held]:
+    """Probe a plain candidate so many times and look after each."""
+    settings = compose_settings(QUICK)
+    prober = TorchrunProber(settings, make_launcher(settings))
+    looks = []
+    try:
+        for _ in range(probes):
+            measured = prober.probe(ProbeRequest(PLAIN, 1))
+            assert measured.outcome is Outcome.OK, measured.message
+            looks.append(held())
+    finally:
+        prober.close()
+    return looks
+
+
+def growth(looks: list[Held], name: str) -> float:
+    """By which share a process's memory grew between the settled and the last probe."""
+    return looks[-1].memory[name] / looks[min(SETTLED, len(looks) - 1)].memory[name] - 1
+
+
+def main() -> None:
+    """Print what grew; end with exit code 1 where something did by more than it may."""
+    looks = soak(PROBES)
+    first, last = looks[SETTLED], looks[-1]
+    bad = last.zombies > 0
+    for name in first.memory:
+        grown = growth(looks, name)
+        bad = bad or grown > MOST or last.files[name] > first.files[name]
+        print(
+            f"{name:12} {first.memory[name] / 2**20:8.1f} MiB after probe {SETTLED + 1}, "
+            f"{last.memory[name] / 2**20:8.1f} MiB after {len(looks)} ({grown:+.1%}); "
+            f"{first.files[name]} file descriptors, then {last.files[name]}"
+        )
+    print(f"zombies: {last.zombies}")
+    if bad:
+        sys.exit(1)
