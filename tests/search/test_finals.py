@@ -220,3 +220,111 @@ def test_where_no_need_is_known_the_commonest_message_is_told(sweeper: Any, sett
     )
     with pytest.raises(NothingFeasible, match="none of the 10 candidates tried is feasible; most often: nothing for"):
         sweeper.run(settings())
+
+
+class TestRisk:
+    """A candidate whose memory creeps loses to one whose memory does not."""
+
+    def test_one_at_risk_loses_to_any_that_is_not_and_the_next_best_takes_its_place(
+        self, sweep: Callable[..., Any], sweeper: Any, everything: Settings, formula: Table
+    ) -> None:
+        best = ranked(everything, formula)
+        result = sweep(everything, lambda candidate: risky(formula(candidate), candidate in best[:2]))
+        assert result.winner.candidate == best[2]
+        assert set(best[:5]) <= set(sweeper.confirmed)
+        assert result.winner.measurement.at_risk is None
+
+    def test_it_wins_where_all_are_and_not_every_candidate_is_confirmed_for_that(
+        self, sweep: Callable[..., Any], sweeper: Any, everything: Settings, formula: Table
+    ) -> None:
+        best = ranked(everything, formula)
+        result = sweep(everything, lambda candidate: risky(formula(candidate), True))
+        assert result.winner.candidate == best[0]
+        assert result.winner.measurement.at_risk == "it leaks"
+        assert len(sweeper.confirmed) == 2 * everything.objective.finalists + 1  # and the baseline
+
+
+def risky(measured: Measurement, at_risk: bool) -> Measurement:
+    return dataclasses.replace(measured, at_risk="it leaks" if at_risk else None)
+
+
+class TestParity:
+    """A winner trains like the reference."""
+
+    def test_one_that_does_not_is_set_aside_with_a_reason_and_the_next_finalist_wins(
+        self, sweep: Callable[..., Any], sweeper: Any, everything: Settings, formula: Table
+    ) -> None:
+        best = ranked(everything, formula)
+        result = sweep(everything, lambda candidate: trained(formula(candidate), 4.0 if candidate in best[:4] else 8.0))
+        assert result.winner.candidate == best[4]
+        assert [record.candidate for record in result.aside] == best[:4]
+        told = [row.measurement.detail.get("parity") for row in sweeper.rows() if row.confirmation]
+        assert [found["agrees"] for found in told if found] == [False, False, False, False, True]
+        winner = next(row for row in sweeper.rows() if row.trial == result.winner.trial)
+        assert winner.measurement.detail["parity"]["reference_trial"] == result.reference.trial
+
+    def test_where_none_trains_like_a_reference_outside_of_the_space_nothing_is_handed_over(
+        self, sweep: Callable[..., Any], settings: Make, formula: Table
+    ) -> None:
+        mine = settings(zero_stage=[2], micro_batch=[1, 2])
+        with pytest.raises(NothingFeasible, match="none of the 2 finalists trains as the reference does") as caught:
+            sweep(mine, lambda candidate: trained(formula(candidate), float(8 - candidate.zero_stage)))
+        assert "its first loss differs" in caught.value.message
+        assert "mean over its micro-batch" in caught.value.hint
+
+    def test_batches_that_differ_are_compared_at_their_least_common_multiple(
+        self, sweep: Callable[..., Any], sweeper: Any, settings: Make, formula: Table
+    ) -> None:
+        mine = settings(batch=None, zero_stage=[1], micro_batch=[1, 2, 4], accumulation=[1])
+        result = sweep(mine, lambda candidate: trained(formula(candidate), 8.0))
+        found = result.winner.measurement.detail["parity"]
+        assert found["global_batch"] == 8 * result.winner.candidate.micro_batch
+        compared = [request.candidate for request in sweeper.prober.requests if request.steps == 5][-2:]
+        assert {c.micro_batch * c.accumulation * 8 for c in compared} == {found["global_batch"]}
+        rows = [row for row in sweeper.rows() if "comparison" in row.measurement.detail]
+        assert all(row.confirmation for row in rows)
+        assert result.counts.probed == 3
+
+    def test_a_comparison_that_cannot_be_made_is_said_and_refuses_nobody(
+        self, sweep: Callable[..., Any], settings: Make, formula: Table
+    ) -> None:
+        mine = settings(batch=None, zero_stage=[1], micro_batch=[1, 4], accumulation=[1])
+
+        def confirmed(candidate: Candidate) -> Measurement:
+            if candidate.accumulation > 1:
+                return Measurement(Outcome.OOM_DEVICE, "table")
+            return trained(formula(candidate), 8.0)
+
+        found = sweep(mine, confirmed).winner.measurement.detail["parity"]
+        assert found["agrees"] is None
+        assert "the reference could not be probed at the common global batch: oom_device" in found["reason"]
+
+
+def trained(measured: Measurement, loss: float) -> Measurement:
+    return dataclasses.replace(measured, losses=[loss] * 18, gradient_norms=[0.5] * 18)
+
+
+class TestSlowMoments:
+    """What was stopped while the machine was slow is probed again, once, before the finals."""
+
+    @pytest.mark.parametrize(("slower", "tries"), [(2.0, 2), (0.16, 1)])
+    def test_a_candidate_that_might_have_won_has_a_second_chance(
+        self, sweeper: Any, settings: Make, formula: Table, diary: Any, slower: float, tries: int
+    ) -> None:
+        mine = settings(zero_stage=[1], micro_batch=[1, 2, 4])
+        unlucky, asked = Space(mine).candidates[-1], []
+
+        def table(candidate: Candidate) -> Measurement:
+            measured = formula(candidate)
+            if candidate == unlucky:
+                asked.append(candidate)
+            if candidate == unlucky and len(asked) == 1:
+                measured.detail["slow_machine"] = slower
+                return dataclasses.replace(measured, outcome=Outcome.STOPPED, tokens_per_s=measured.tokens_per_s / 2)
+            return measured
+
+        sweeper.table = table
+        result = sweeper.run(mine, observer=diary)
+        searched = [request for request in sweeper.prober.requests if not request.confirmation]
+        assert sum(request.candidate == unlucky for request in searched) == tries
+        assert result.counts.probed == 3
