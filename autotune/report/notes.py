@@ -18,7 +18,7 @@ def remarks(measurement: Measurement) -> list[str]:
         found.append(f"When this was measured, {slow}.")
     if slower := measurement.detail.get(SLOW_MACHINE):
         found.append(f"When this was measured, the machine was {slower * 100:.0f} % slower than usual.")
-    found += [f"Before this study, {sentence}." for sentence in measurement.detail.get("devices", [])]
+    found += [f"Found before the study: {sentence}." for sentence in measurement.detail.get("devices", [])]
     compared = measurement.detail.get(PARITY)
     if compared and not compared["agrees"]:
         found.append(f"Losses: {compared['reason']}.")

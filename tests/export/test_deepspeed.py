@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -129,3 +130,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, m
         write_winner(record(CANDIDATE.replace(micro_batch=8)), WORKLOAD, MACHINE, tmp_path)
     assert old.read_text() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deepspeed_config.json", "recipe.json"]
+
+
+def test_risks_and_what_was_compared_are_in_the_recipe(tmp_path: Path) -> None:
+    won = record()
+    found = {"agrees": True, "reason": None, "reference_trial": 40, "loss": 3e-5}
+    measurement = dataclasses.replace(won.measurement, at_risk="it leaks", detail={"parity": found})
+    _, recipe = written(tmp_path, dataclasses.replace(won, measurement=measurement), WORKLOAD, MACHINE)
+    assert recipe["parity"] == found
+    assert "At risk: it leaks." in recipe["warnings"]
