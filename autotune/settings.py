@@ -106,9 +106,9 @@ class LauncherSettings:
         python: on the nodes; None for the path of the one here.
         start_s: the nodes may take so long to start their part of a probe, seconds; no part of its deadline.
         partition, account, time: of the allocation that `slurm` submits where there is none.
-        sbatch_args, srun_args: what else those commands are given.
+        sbatch_args, srun_args: what else those commands are given, as in a shell.
         hostfile: of `hosts`, as DeepSpeed's launcher takes it.
-        ssh_options: what else ssh is given.
+        ssh_options: what else ssh is given, as in a shell.
     """
 
     name: str = "warm"
@@ -117,10 +117,10 @@ class LauncherSettings:
     partition: str | None = None
     account: str | None = None
     time: str = "4:00:00"
-    sbatch_args: list[str] = field(default_factory=list)
-    srun_args: list[str] = field(default_factory=list)
+    sbatch_args: str = ""
+    srun_args: str = ""
     hostfile: str | None = None
-    ssh_options: list[str] = field(default_factory=list)
+    ssh_options: str = ""
 
 
 @dataclass

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-_MARK = "AUTOTUNE_TEST_MARK"
+MARK = "AUTOTUNE_TEST_MARK"
+"""By this variable of their environment the processes of a run are known."""
 LONGEST_S = 240.0
 """The first run on a machine compiles DeepSpeed's operations."""
 
@@ -62,13 +63,19 @@ class Run:
 
     def living(self) -> list[psutil.Process]:
         """Every process that has inherited this run's mark, wherever it hangs in the tree."""
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
+        return marked(self.mark)
 
-    def _is_ours(self, process: psutil.Process) -> bool:
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every process that has inherited a mark."""
+
+    def is_marked(process: psutil.Process) -> bool:
         try:
-            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == self.mark
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
         except psutil.Error:
             return False
+
+    return [process for process in psutil.process_iter() if is_marked(process)]
 
 
 def start(command: Sequence[str], folder: Path, **environ: str) -> Run:
@@ -78,7 +85,7 @@ def start(command: Sequence[str], folder: Path, **environ: str) -> Run:
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env={**inherited, _MARK: mark, **environ},
+        env={**inherited, MARK: mark, **environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

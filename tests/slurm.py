@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Slurm:
     def allocate(self, nodes: str) -> str:
         """An allocation of these nodes, running."""
         size = len(nodes.split(","))
-        held = ("--ntasks-per-node=1", "--output=/dev/null", "--wrap", "exec sleep infinity")
+        held = ("--ntasks-per-node=1", "--no-requeue", "--output=/dev/null", "--wrap", "exec sleep infinity")
         job = self.ask("sbatch", "--parsable", f"--nodes={size}", f"--nodelist={nodes}", *held).strip()
         wait_for(lambda: "RUNNING" in self.ask("squeue", "--noheader", "--format=%T", f"--jobs={job}"))
         return job
@@ -86,8 +87,16 @@ def wait_for(happens: object, within_s: float = 60.0) -> None:
 
 
 @contextlib.contextmanager
-def running_slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
-    """A Slurm whose nodes are idle."""
+def running_slurm(nodes: int) -> Iterator[Slurm]:
+    """A Slurm whose nodes are idle, in a folder that munge takes: everyone may look into it."""
+    with tempfile.TemporaryDirectory(prefix="autotune-slurm-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        with _running(Path(folder), nodes) as slurm:
+            yield slurm
+
+
+@contextlib.contextmanager
+def _running(folder: Path, nodes: int) -> Iterator[Slurm]:
     (folder / "munge").mkdir(mode=0o755)
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(256))

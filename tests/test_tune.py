@@ -96,7 +96,7 @@ def end(folder: Path, run: Run, number: signal.Signals) -> Ended:
     """Send a signal to a sweep while the ranks of its second probe are at work."""
     run.until(" probe 2: ")
     deadline = time.monotonic() + 20
-    while (ranks := sum(map(_is_rank, run.living()))) < 2 and time.monotonic() < deadline:
+    while (ranks := sum(map(is_rank, run.living()))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     run.process.send_signal(number)
     run.finish()
@@ -105,7 +105,7 @@ def end(folder: Path, run: Run, number: signal.Signals) -> Ended:
     return Ended(folder, run, trials(folder))
 
 
-def _is_rank(process: psutil.Process) -> bool:
+def is_rank(process: psutil.Process) -> bool:
     """Whether a process was forked by the fork server, or by a rank."""
     try:
         parent = process.parent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import subprocess
 import time
@@ -16,6 +17,8 @@ JOB = "autotune"
 ANSWER_S = 60.0
 """Slurm's commands may take so long, seconds; a busy controller takes its time."""
 _POLL_S = 2.0
+_COMPLETING_S = 10.0
+"""What an allocation that is being ended has died of is known so much later at the latest, seconds."""
 _TO_COME = ("PENDING", "CONFIGURING")
 _THERE = ("RUNNING", "SUSPENDED")
 
@@ -38,12 +41,15 @@ class Allocation:
 
     def record(self) -> dict[str, str]:
         """What Slurm knows of it; nothing where it has forgotten it."""
-        answer = _asked("scontrol", "show", "job", "-o", self.job)
-        return fields(answer.stdout) if answer.returncode == 0 else {}
+        return shown("job", self.job)
 
     def ended(self) -> str:
-        """A sentence about its end; empty while it is there."""
-        record = self.record()
+        """A sentence about its end; empty while it is there, or while Slurm does not answer."""
+        deadline = time.monotonic() + _COMPLETING_S
+        while (record := self.record()).get("JobState") == "COMPLETING" and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if not record and _asked("sinfo", "--noheader").returncode != 0:
+            return ""
         state = record.get("JobState", "unknown to Slurm by now")
         reason = record.get("Reason", "None")
         return "" if state in _THERE else f"Slurm's allocation {self.job} is over ({state}{_because(reason)})"
@@ -101,7 +107,7 @@ def submit(launcher: LauncherSettings, machine: Machine, tell: Tell) -> Allocati
     command += [f"--gpus-per-node={machine.devices_per_node}"] if machine.accelerator != "cpu" else []
     command += [f"--partition={launcher.partition}"] if launcher.partition else []
     command += [f"--account={launcher.account}"] if launcher.account else []
-    job = slurm(*command, *launcher.sbatch_args, "--wrap", "exec sleep infinity").strip().partition(";")[0]
+    job = slurm(*command, *shlex.split(launcher.sbatch_args), "--wrap", "exec sleep infinity").strip().partition(";")[0]
     leash = subprocess.Popen(
         ["sh", "-c", 'read -r _; exec scancel "$0"', job],
         stdin=subprocess.PIPE,
@@ -131,6 +137,12 @@ def slurm(*command: str) -> str:
             "see whether sinfo answers here, and launcher.partition, launcher.account and launcher.sbatch_args",
         )
     return answer.stdout
+
+
+def shown(kind: str, name: str) -> dict[str, str]:
+    """What `scontrol show` says of a job, a step or a node; nothing where it says nothing."""
+    answer = _asked("scontrol", "show", kind, "--oneliner", name)
+    return fields(answer.stdout) if answer.returncode == 0 else {}
 
 
 def fields(record: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autotune.errors import InfraError, SettingsError
 from autotune.probe.torchrun.remote.channel import Channel
-from autotune.probe.torchrun.remote.launcher import Loss
+from autotune.probe.torchrun.remote.launcher import NODE_PROGRAM, Loss
 from autotune.probe.torchrun.remote.wire import Frame
 from autotune.settings import Settings
 
@@ -78,7 +78,7 @@ class SshHosts:
         self._python = launcher.python or sys.executable
         self._ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"]
         # A host that has lost its power or its network says nothing: ssh gives up after three questions.
-        self._ssh += ["-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3", *launcher.ssh_options]
+        self._ssh += ["-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3", *shlex.split(launcher.ssh_options)]
 
     def prepare(self) -> bool:
         """See Transport: hosts are there, or are not."""
@@ -95,7 +95,7 @@ class SshHosts:
         channels = []
         for node, host in enumerate(self._hosts):
             program = ["env", f"PYTHONPATH={environ['PYTHONPATH']}", self._python]
-            program += ["-m", "autotune.probe.torchrun.remote.node", str(node)]
+            program += ["-m", NODE_PROGRAM, str(node)]
             command = [*self._ssh, host.name, shlex.join(program)]
             channels.append(Channel.start(command, os.environ, [node], directory / f"agent{node}.log"))
         return channels

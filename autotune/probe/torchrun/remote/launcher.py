@@ -18,6 +18,7 @@ from autotune.probe.torchrun.remote.channel import Channel, Conversation
 from autotune.probe.torchrun.remote.wire import Frame
 from autotune.probe.torchrun.starting import describe_here
 
+NODE_PROGRAM = "autotune.probe.torchrun.remote.node"
 PEERS_S = 3.0
 """When a node's part has failed, the ranks of the others have so long to say what they saw, seconds."""
 LATE_S = 15.0
@@ -66,8 +67,8 @@ class Transport(Protocol):
         """What became of a channel that ended so long after its nodes had started."""
         ...
 
-    def refusal(self, channel: Channel) -> InfraError:
-        """Why a channel ended before any of its nodes had ever started, with what to do about it."""
+    def refusal(self, channel: Channel) -> InfraError | None:
+        """Why node programs cannot be started, with what to do about it; None where something else ended them."""
         ...
 
     def close(self) -> None:
@@ -84,6 +85,9 @@ class Remote:
         environ: of processes here.
         start_s: node programs may take so long to start, seconds; that is no part of a probe's deadline.
         tell: takes a sentence when something takes its time.
+
+    Attributes:
+        reached: whether node programs have started on these nodes.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Remote:
         self.name = transport.name
         self._transport, self._nodes, self._environ = transport, machine.nodes, environ
         self._start_s, self._tell = start_s, tell
-        self._reached = False
+        self.reached = False
 
     def describe(self, directory: Path) -> None:
         """See Launcher: the nodes are had first, because the time until then is no part of the sweep's."""
@@ -102,7 +106,7 @@ class Remote:
     def run(self, spec_path: Path, world: int, deadline_s: float) -> AgentReport:
         """See Launcher."""
         if self._transport.prepare():
-            self._reached = False
+            self.reached = False
         directory = spec_path.parent
         conversation = Conversation(self._transport.open(directory, self._environ), directory, self._tell)
         try:
@@ -119,19 +123,19 @@ class Remote:
         return self._transport.address(hello), hello["port"]
 
     def _converse(self, conversation: Conversation, spec: str, deadline_s: float) -> AgentReport:
-        conversation.send("request", spec=spec, prepared=self._reached, environ=self._transport.variables())
+        conversation.send("request", spec=spec, prepared=self.reached, environ=self._transport.variables())
         start = time.monotonic()
         while len(conversation.hellos) < self._nodes:
             conversation.listen(0.2)
             if lost := conversation.lost():
                 lost.end()
-                if not self._reached:
-                    raise self._transport.refusal(lost)
+                if not self.reached and (refusal := self._transport.refusal(lost)):
+                    raise refusal
                 return _failure(self._transport.loss(lost, 0.0))
             if time.monotonic() > start + self._start_s:
                 missing = [str(node) for node in range(self._nodes) if node not in conversation.hellos]
                 return _failure(Loss(f"node {', '.join(missing)} had not started after {self._start_s:.0f} s"))
-        self._reached = True
+        self.reached = True
         host, port = self.endpoint(conversation.hellos[0])
         conversation.send("go", host=host, port=port, id=uuid.uuid4().hex, deadline_s=deadline_s)
         return self._watch(conversation, deadline_s)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 
 from autotune.errors import InfraError
 from autotune.probe.torchrun.launcher import Tell
-from autotune.probe.torchrun.remote.allocation import Allocation, fields, slurm, submit
+from autotune.probe.torchrun.remote.allocation import Allocation, shown, submit
 from autotune.probe.torchrun.remote.channel import Channel
-from autotune.probe.torchrun.remote.launcher import Loss
+from autotune.probe.torchrun.remote.launcher import NODE_PROGRAM, Loss
 from autotune.probe.torchrun.remote.wire import Frame
 from autotune.settings import Settings
 
 STEP = "autotune-probe"
 """The steps' name, for squeue --steps and scancel."""
+_SIGNALLED = 128
+"""srun exits with a larger code where a signal ended the node programs: someone cancelled the step."""
 _SPARE_MINUTES = 10
 """A step's own time limit is so much longer than what may happen in it: the deadline comes first."""
 
@@ -75,7 +78,12 @@ class SlurmSteps:
         ]
         if machine.accelerator != "cpu":
             command.append(f"--gpus-per-node={machine.devices_per_node}")
-        command += [*launcher.srun_args, launcher.python or sys.executable, "-m", "autotune.probe.torchrun.remote.node"]
+        command += [
+            *shlex.split(launcher.srun_args),
+            launcher.python or sys.executable,
+            "-m",
+            NODE_PROGRAM,
+        ]
         self._step, self._limit_s = "", math.inf
         log = directory / "agent.log"
         return [Channel.start(command, environ, range(machine.nodes), log)]
@@ -85,9 +93,9 @@ class SlurmSteps:
         assert self._allocation is not None
         names = hello["slurm"]
         self._step = f"{self._allocation.job}.{names['SLURM_STEP_ID']}"
-        step = fields(slurm("scontrol", "show", "step", "-o", self._step))
-        self._limit_s = seconds(step.get("TimeLimit", "UNLIMITED"))
-        return fields(slurm("scontrol", "show", "node", "-o", names["SLURMD_NODENAME"]))["NodeAddr"]
+        self._limit_s = seconds(shown("step", self._step).get("TimeLimit", "UNLIMITED"))
+        host: str = hello["host"]
+        return shown("node", names["SLURMD_NODENAME"]).get("NodeAddr", host)
 
     def loss(self, channel: Channel, elapsed_s: float) -> Loss:
         """See Transport."""
@@ -100,8 +108,10 @@ class SlurmSteps:
         step = self._step or "of this probe"
         return Loss(f"the step {step} was cancelled, or one of its nodes was lost (srun exited with code {code})")
 
-    def refusal(self, channel: Channel) -> InfraError:
+    def refusal(self, channel: Channel) -> InfraError | None:
         """See Transport."""
+        if channel.process.returncode > _SIGNALLED:
+            return None
         return InfraError(
             f"srun could not start the node programs (exit code {channel.process.returncode}): {channel.last_line}",
             "this Python and autotune must be at the same place on every node, or launcher.python names another; "
