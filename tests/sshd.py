@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tests.commands import MARK
 from tests.slurm import free_ports, wait_for
 
 CONFIG = """
@@ -26,6 +29,7 @@ UsePAM no
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin yes
+SetEnv {variable}={mark}
 """
 CLIENT = """
 Host first
@@ -49,10 +53,12 @@ class Sshd:
     Attributes:
         config: of a client that knows two hosts here, `first` and `second`; for ssh -F.
         folder: where its files are.
+        mark: of every process that is started over it (commands.py).
     """
 
     folder: Path
     config: Path
+    mark: str
     process: subprocess.Popen[bytes]
 
     def connections(self) -> list[psutil.Process]:
@@ -67,9 +73,10 @@ def running_sshd(folder: Path) -> Iterator[Sshd]:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
     shutil.copy(folder / "key.pub", folder / "authorized_keys")
     (port,) = free_ports(1)
-    (folder / "sshd_config").write_text(CONFIG.format(port=port, folder=folder))
+    mark = uuid.uuid4().hex
+    (folder / "sshd_config").write_text(CONFIG.format(port=port, folder=folder, variable=MARK, mark=mark))
     client = folder / "ssh_config"
-    client.write_text(CLIENT.format(port=port, user="root", folder=folder))
+    client.write_text(CLIENT.format(port=port, user=getpass.getuser(), folder=folder))
     Path("/run/sshd").mkdir(exist_ok=True)  # where sshd confines its unprivileged part; its package makes it at boot
     with (folder / "sshd.log").open("wb") as log:
         process = subprocess.Popen(
@@ -80,7 +87,7 @@ def running_sshd(folder: Path) -> Iterator[Sshd]:
         )
     try:
         wait_for(lambda: "Server listening on 127.0.0.2" in (folder / "sshd.log").read_text(), 10)
-        yield Sshd(folder, client, process)
+        yield Sshd(folder, client, mark, process)
     finally:
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             with contextlib.suppress(psutil.NoSuchProcess):

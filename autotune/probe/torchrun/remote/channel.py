@@ -60,15 +60,16 @@ class Channel:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
-    def end(self) -> int:
-        """Have it end, however that goes, and return its exit code."""
+    def end(self, patience_s: float = LEAVE_S) -> int:
+        """Have it end, by force where it has not done so after some patience, and return its exit code."""
         with contextlib.suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
         for more in (self.process.terminate, self.process.kill):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return self.process.wait(LEAVE_S)
+                return self.process.wait(patience_s)
             more()
+            patience_s = LEAVE_S
         return self.process.wait()
 
 
@@ -133,7 +134,7 @@ class Conversation:
             with contextlib.suppress(InfraError):  # what a node says now changes nothing
                 self.listen(0.1)
         for channel in self.channels:
-            channel.end()
+            channel.end(max(deadline - time.monotonic(), 0.1))
             assert channel.process.stdout is not None
             channel.process.stdout.close()
         self._selector.close()

@@ -39,13 +39,13 @@ def with_fault(fault: str) -> list[str]:
     return [*FAULTY, f"+model.args={{fault:{fault}}}"]
 
 
-def on_nodes(wanted: Settings, launcher: Remote | None = None) -> Measurement:
+def on_nodes(wanted: Settings, launcher: Remote | None = None, steps: int = 1) -> Measurement:
     """Probe a candidate over several nodes; afterwards none of its processes is left."""
     mark, before = uuid.uuid4().hex, os.environ.get(MARK)
     os.environ[MARK] = mark
     try:
         prober = TorchrunProber(wanted, launcher or make_launcher(wanted))
-        measured = prober.probe(ProbeRequest(PLAIN, steps=1))
+        measured = prober.probe(ProbeRequest(PLAIN, steps=steps))
         prober.close()
     finally:
         os.environ.pop(MARK)

@@ -35,7 +35,7 @@ SWEEP = (
     *PLAIN,
     *("launcher=slurm", "machine.nodes=2", "machine.devices_per_node=1", "probe.threads=1"),
     *("probe.steps=1", "probe.confirm_steps=1", "probe.warmup_steps=1", "objective.finalists=1"),
-    *("space.micro_batch=[1,2]", "space.zero_stage=1", "launcher.sbatch_args='--nodelist n3,n4'"),
+    *("space.micro_batch=2", "space.zero_stage=1", "launcher.sbatch_args='--nodelist n3,n4'"),
 )
 NODE_PROGRAM = """
 import os, sys
@@ -168,35 +168,39 @@ class TestAStep:
         assert "launcher.python" in refused.value.hint
 
     def test_that_does_not_start_in_time_is_our_trouble(self, tmp_path: Path, allocation: str) -> None:
-        waiting = self.of(tmp_path, "exec sleep 60", "launcher.start_s=1")
+        waiting = self.of(tmp_path, "exec cat >/dev/null", "launcher.start_s=1")
         report = waiting.run(tmp_path / "spec.json", 2, 10.0)
         assert "had not started after 1 s" in report["error"]
 
 
-class TestASweep:
-    @pytest.fixture(scope="class")
-    def swept(self, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-        """A sweep in an allocation of its own: a step is cancelled, then the controller killed; then it goes on."""
-        folder = tmp_path_factory.mktemp("sweep")
-        outside = {"SLURM_CONF": str(slurm.config), "SLURM_JOB_ID": ""}
-        known = set(slurm.steps())
-        run = autotune(folder, *SWEEP, **outside)
-        run.until(" probe 1: ")
-        wait_for(lambda: sum(map(is_rank, run.living())) >= 2)
-        (step,) = set(slurm.steps()) - known
-        slurm.ask("scancel", step)
-        wait_for(lambda: len(set(slurm.steps()) - known) == 1 and step not in slurm.steps())
-        wait_for(lambda: any("forkserver" in " ".join(process.cmdline()) for process in run.living()))
-        run.process.send_signal(signal.SIGKILL)
-        run.finish()
-        assert run.left == []
-        wait_for(lambda: set(slurm.steps()) == known)
-        wait_for(lambda: "autotune" not in slurm.ask("squeue", "--noheader", "--format=%j"))
-        again = autotune(folder, *SWEEP, **outside).finish()
-        assert again.code == 0, again.err
-        assert again.left == []
-        return folder, again.out
+@pytest.fixture(scope="module")
+def swept(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A sweep in an allocation of its own: a step is cancelled, then the controller killed; then it goes on."""
+    folder = tmp_path_factory.mktemp("sweep")
+    known = set(slurm.steps())
+    with pytest.MonkeyPatch.context() as outside:
+        outside.delenv("SLURM_JOB_ID", raising=False)
+        run = autotune(folder, *SWEEP, SLURM_CONF=str(slurm.config))
+    run.until(" probe 1: ")
+    wait_for(lambda: sum(map(is_rank, run.living())) >= 2)
+    (step,) = set(slurm.steps()) - known
+    slurm.ask("scancel", step)
+    wait_for(lambda: len(set(slurm.steps()) - known) == 1 and step not in slurm.steps())
+    wait_for(lambda: any("forkserver" in " ".join(process.cmdline()) for process in run.living()))
+    run.process.send_signal(signal.SIGKILL)
+    run.finish()
+    assert run.left == []
+    wait_for(lambda: set(slurm.steps()) == known)
+    wait_for(lambda: "autotune" not in slurm.ask("squeue", "--noheader", "--format=%j"))
+    with pytest.MonkeyPatch.context() as outside:
+        outside.delenv("SLURM_JOB_ID", raising=False)
+        again = autotune(folder, *SWEEP, SLURM_CONF=str(slurm.config)).finish()
+    assert again.code == 0, again.err
+    assert again.left == []
+    return folder, again.out
 
+
+class TestASweep:
     def test_goes_on_to_a_winner_and_its_files(self, swept: tuple[Path, str]) -> None:
         folder, said = swept
         assert "winner" in said

@@ -1,0 +1,82 @@
+"""Two-node probes over a real ssh on the loopback, and what is said of hosts that cannot be reached or are lost."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InfraError
+from autotune.probe.measurement import Outcome
+from autotune.probe.torchrun.prober import make_launcher
+from autotune.probe.torchrun.remote.launcher import Remote
+from autotune.settings import Settings
+from tests.commands import marked
+from tests.slurm import wait_for
+from tests.sshd import Sshd, running_sshd
+from tests.test_tune import is_rank
+
+from .conftest import on_nodes, two_nodes
+
+pytestmark = pytest.mark.probes
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    """An sshd that stands for two hosts."""
+    with running_sshd(tmp_path_factory.mktemp("sshd")) as running:
+        yield running
+
+
+def over(sshd: Sshd, folder: Path, options: str = "", *overrides: str) -> Settings:
+    """Settings of both hosts, with more options for ssh before those that know the hosts."""
+    (folder / "hostfile").write_text("first slots=1\nsecond slots=1\n")
+    ssh = f"launcher.ssh_options='{options} -F {sshd.config}'"
+    return two_nodes("launcher=hosts", f"launcher.hostfile={folder}/hostfile", ssh, *overrides)
+
+
+def test_a_probe_over_two_hosts_runs_and_one_that_loses_a_host_is_our_trouble(sshd: Sshd, tmp_path: Path) -> None:
+    wanted = over(sshd, tmp_path)
+    launcher = make_launcher(wanted)
+    assert isinstance(launcher, Remote)
+    measured = on_nodes(wanted, launcher)
+    assert measured.outcome is Outcome.OK, measured
+    assert {m["rank"] for m in measured.memory["forward"]} == {0, 1}
+    assert marked(sshd.mark) == []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(on_nodes, over(sshd, tmp_path, "", "probe.deadline_s=100"), launcher, steps=100_000)
+        wait_for(lambda: sum(map(is_rank, marked(sshd.mark))) == 2)
+        began = time.monotonic()
+        sshd.connections()[1].kill()
+        lost = running.result(60)
+    assert lost.outcome is Outcome.INFRA, lost
+    assert "was lost: the connection was lost" in (lost.message or "")
+    assert time.monotonic() - began < 30
+    wait_for(lambda: not marked(sshd.mark), 5)
+
+
+def test_a_host_that_does_not_know_the_key_is_named_and_nobody_is_asked_for_a_password(
+    sshd: Sshd, tmp_path: Path
+) -> None:
+    config = sshd.config.read_text().replace(f"{sshd.folder}/key", f"{sshd.folder}/other_key")
+    refused = replace(sshd, config=tmp_path / "ssh_config")
+    refused.config.write_text(config)
+    with pytest.raises(InfraError, match=r"host (first|second) cannot be reached: .*Permission denied") as error:
+        on_nodes(over(refused, tmp_path))
+    assert "BatchMode=yes" in error.value.hint
+
+
+def test_a_host_without_this_python_is_named(sshd: Sshd, tmp_path: Path) -> None:
+    with pytest.raises(InfraError, match=r"host (first|second) has no /nonexistent/python") as error:
+        on_nodes(over(sshd, tmp_path, "", "launcher.python=/nonexistent/python"))
+    assert "launcher.python" in error.value.hint
+
+
+def test_a_host_where_autotune_is_not_installed_is_named(sshd: Sshd, tmp_path: Path) -> None:
+    with pytest.raises(InfraError, match=r"did not start on host (first|second) \(exit code \d+\)"):
+        on_nodes(over(sshd, tmp_path, "", f"launcher.python={shutil.which('false')}"))
