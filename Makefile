@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install postgres tune test lint bench bench-faults bench-soak gpu-check wheel clean
+.PHONY: install postgres cluster tune test lint bench bench-faults bench-soak gpu-check wheel clean
 
 install: $(STAMP) ## build the virtual environment in .venv
 
@@ -28,7 +28,12 @@ postgres: ## the server that tests start for themselves; installed where it is m
 	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
 	  echo "installing postgresql"; apt-get update -qq && apt-get install -qq -y postgresql; }
 
-test: install lint postgres ## every test
+cluster: ## the Slurm and the sshd that tests start for themselves; installed where they are missing
+	@PATH=$$PATH:/usr/sbin; for each in slurmctld slurmd srun munged sshd ssh; do \
+	  command -v $$each >/dev/null || { echo "installing Slurm, munge and OpenSSH"; apt-get update -qq && \
+	    apt-get install -qq -y slurmctld slurmd slurm-client munge openssh-server openssh-client; break; }; done
+
+test: install lint postgres cluster ## every test
 	$(BIN)/python -m pytest
 
 lint: install

@@ -33,6 +33,7 @@ Sections (SECTION.KEY=VALUE; `--cfg job --resolve` prints them all, with the val
   machine    nodes, devices_per_node, device_memory_gib, headroom
   probe      warmup_steps, steps, confirm_steps, deadline_s, threads, stop_losers, host_reserve_gib, parallel,
              devices
+  launcher   partition, account, time, sbatch_args, srun_args (slurm), hostfile, ssh_options (hosts), python, start_s
   output     folder of the studies
 
 Examples:
@@ -44,6 +45,7 @@ Examples:
   python -m autotune model=custom model.factory=my_project.models:build workload.seq_len=1024
   python -m autotune 'study.store="postgresql://tuner@db/studies"'   the same command elsewhere joins in
   python -m autotune machine.devices_per_node=4 probe.parallel=2       two probes at a time, on 4 of 8 devices each
+  python -m autotune model=llama3_8b machine=h100_80g machine.nodes=2 launcher=slurm launcher.partition=gpu
   python -m autotune --cfg job --resolve model=gpt20b   every setting, composed, without running anything
 
 Exit codes: 0 a winner, 1 unexpected, 2 usage or settings, 3 nothing feasible, 4 infrastructure, 5 store,

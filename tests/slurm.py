@@ -58,7 +58,8 @@ class Slurm:
     def environ(self) -> dict[str, str]:
         """The environment in which this Slurm is the one that commands talk to, outside of any allocation."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        return {**kept, "SLURM_CONF": str(self.config)}
+        path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])  # where Debian keeps the daemons
+        return {**kept, "PATH": path, "SLURM_CONF": str(self.config)}
 
     def ask(self, *command: str) -> str:
         """What a command of Slurm's answers."""

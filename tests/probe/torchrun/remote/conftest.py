@@ -10,8 +10,8 @@ import pytest
 
 from autotune.probe.measurement import Measurement
 from autotune.probe.prober import ProbeRequest
+from autotune.probe.torchrun.launcher import Launcher
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
-from autotune.probe.torchrun.remote.launcher import Remote
 from autotune.settings import Settings
 from tests.commands import MARK, marked
 from tests.slurm import Slurm, running_slurm, wait_for
@@ -39,12 +39,14 @@ def with_fault(fault: str) -> list[str]:
     return [*FAULTY, f"+model.args={{fault:{fault}}}"]
 
 
-def on_nodes(wanted: Settings, launcher: Remote | None = None, steps: int = 1) -> Measurement:
+def on_nodes(wanted: Settings, launcher: Launcher | None = None, steps: int = 1) -> Measurement:
     """Probe a candidate over several nodes; afterwards none of its processes is left."""
     mark, before = uuid.uuid4().hex, os.environ.get(MARK)
     os.environ[MARK] = mark
     try:
-        prober = TorchrunProber(wanted, launcher or make_launcher(wanted))
+        launcher = launcher or make_launcher(wanted)
+        launcher.describe = lambda directory: None  # it takes seconds, and the sweep tries it
+        prober = TorchrunProber(wanted, launcher)
         measured = prober.probe(ProbeRequest(PLAIN, steps=steps))
         prober.close()
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ from autotune.probe.torchrun.prober import make_launcher
 from autotune.probe.torchrun.remote.launcher import Remote
 from autotune.settings import Settings
 from tests.commands import marked
-from tests.slurm import wait_for
+from tests.slurm import free_ports, wait_for
 from tests.sshd import Sshd, running_sshd
 from tests.test_tune import is_rank
 
@@ -60,23 +60,39 @@ def test_a_probe_over_two_hosts_runs_and_one_that_loses_a_host_is_our_trouble(ss
     wait_for(lambda: not marked(sshd.mark), 5)
 
 
+def refusal(wanted: Settings, folder: Path) -> InfraError:
+    """What a launcher says that cannot start its node programs."""
+    (folder / "spec.json").write_text("{}")
+    with pytest.raises(InfraError) as refused:
+        make_launcher(wanted).run(folder / "spec.json", 2, 10.0)
+    return refused.value
+
+
 def test_a_host_that_does_not_know_the_key_is_named_and_nobody_is_asked_for_a_password(
     sshd: Sshd, tmp_path: Path
 ) -> None:
-    config = sshd.config.read_text().replace(f"{sshd.folder}/key", f"{sshd.folder}/other_key")
-    refused = replace(sshd, config=tmp_path / "ssh_config")
-    refused.config.write_text(config)
-    with pytest.raises(InfraError, match=r"host (first|second) cannot be reached: .*Permission denied") as error:
-        on_nodes(over(refused, tmp_path))
-    assert "BatchMode=yes" in error.value.hint
+    stranger = replace(sshd, config=tmp_path / "ssh_config")
+    stranger.config.write_text(sshd.config.read_text().replace(f"{sshd.folder}/key", f"{sshd.folder}/other_key"))
+    error = refusal(over(stranger, tmp_path), tmp_path)
+    assert re.match(r"host (first|second) cannot be reached: .*Permission denied", error.message)
+    assert "BatchMode=yes" in error.hint
 
 
-def test_a_host_without_this_python_is_named(sshd: Sshd, tmp_path: Path) -> None:
-    with pytest.raises(InfraError, match=r"host (first|second) has no /nonexistent/python") as error:
-        on_nodes(over(sshd, tmp_path, "", "launcher.python=/nonexistent/python"))
-    assert "launcher.python" in error.value.hint
+def test_a_host_that_does_not_answer_is_named(sshd: Sshd, tmp_path: Path) -> None:
+    error = refusal(over(sshd, tmp_path, f"-p {free_ports(1)[0]}"), tmp_path)
+    assert re.match(r"host (first|second) cannot be reached: .*Connection refused", error.message)
 
 
-def test_a_host_where_autotune_is_not_installed_is_named(sshd: Sshd, tmp_path: Path) -> None:
-    with pytest.raises(InfraError, match=r"did not start on host (first|second) \(exit code \d+\)"):
-        on_nodes(over(sshd, tmp_path, "", f"launcher.python={shutil.which('false')}"))
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        ("/nonexistent/python", r"host (first|second) has no /nonexistent/python"),
+        ("/bin/false", r"the node program did not start on host (first|second) \(exit code 1\)"),
+    ],
+)
+def test_a_host_without_this_python_or_without_autotune_is_named(
+    sshd: Sshd, tmp_path: Path, python: str, message: str
+) -> None:
+    error = refusal(over(sshd, tmp_path, "", f"launcher.python={python}"), tmp_path)
+    assert re.match(message, error.message)
+    assert "launcher.python" in error.hint
