@@ -92,7 +92,8 @@ def sweep(
 ) -> tuple[Settings, Space, Result]:
     """Look at the devices and the model, then search and confirm; (settings as they fit the model, space, result)."""
     space = Space(settings)
-    found = [] if kind == VIRTUAL else look(settings.machine)
+    here = kind != VIRTUAL and settings.launcher.name not in REMOTE
+    found = look(settings.machine) if here else []
     for sentence in found:
         seen.noticed(sentence)
     prober = make_prober(kind, settings, seen.telling, found)

@@ -22,7 +22,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from autotune.machine.detect import not_here_reason
 from autotune.probe.torchrun.launcher import AgentReport, environment
 from autotune.probe.torchrun.placement import placement
 from autotune.probe.torchrun.remote.wire import Decoder, Frame, encode
+from autotune.probe.torchrun.rundir import remove_stale, run_directory
 from autotune.probe.torchrun.spec import ProbeSpec, RankResult, Rendezvous
 from autotune.probe.torchrun.warm import Warm
 
@@ -142,8 +142,8 @@ def _serve(line: _Line) -> AgentReport:
     """The node's part of the probe; everything of it is gone when this returns."""
     request = line.inbox.get()
     os.environ.update(request["environ"])
-    with tempfile.TemporaryDirectory(prefix="autotune-node-", ignore_cleanup_errors=True) as folder:
-        directory = Path(folder)
+    remove_stale()  # of node programs that were killed
+    with run_directory() as directory:
         (directory / "spec.json").write_text(request["spec"])
         spec = ProbeSpec.read(directory / "spec.json")
         ranks = spec.machine.devices_per_node
@@ -157,7 +157,7 @@ def _serve(line: _Line) -> AgentReport:
             go = line.inbox.get()
             spec = replace(
                 spec,
-                directory=folder,
+                directory=str(directory),
                 processors=placement(sorted(os.sched_getaffinity(0)), ranks, spec.threads)[1],
                 rendezvous=_rendezvous(go["host"], go["port"], go["id"], first=line.node == 0),
             )

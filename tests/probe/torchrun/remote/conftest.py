@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from autotune.probe.measurement import Measurement
 from autotune.probe.prober import ProbeRequest
-from autotune.probe.torchrun.launcher import Launcher
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
+from autotune.probe.torchrun.remote.launcher import Remote
 from autotune.settings import Settings
 from tests.commands import MARK, marked
 from tests.slurm import Slurm, running_slurm, wait_for
@@ -22,16 +22,11 @@ TWO_NODES = ("machine.nodes=2", "machine.devices_per_node=1", "probe.threads=1")
 FAULTY = "model=custom", "model.factory=faulty:build", *QUICK[3:]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     """A Slurm of four nodes."""
     with running_slurm(nodes=4) as running:
         yield running
-
-
-def two_nodes(*overrides: str) -> Settings:
-    """Settings in which a probe has two nodes of one device."""
-    return settings(*TWO_NODES, *overrides)
 
 
 def with_fault(fault: str) -> list[str]:
@@ -39,18 +34,28 @@ def with_fault(fault: str) -> list[str]:
     return [*FAULTY, f"+model.args={{fault:{fault}}}"]
 
 
-def on_nodes(wanted: Settings, launcher: Launcher | None = None, steps: int = 1) -> Measurement:
-    """Probe a candidate over several nodes; afterwards none of its processes is left."""
-    mark, before = uuid.uuid4().hex, os.environ.get(MARK)
-    os.environ[MARK] = mark
-    try:
-        launcher = launcher or make_launcher(wanted)
-        launcher.describe = lambda directory: None  # it takes seconds, and the sweep tries it
-        prober = TorchrunProber(wanted, launcher)
+@dataclass
+class Nodes:
+    """A launcher of two nodes, whose processes are known by a mark."""
+
+    wanted: Settings
+    launcher: Remote
+    mark: str
+
+    def probe(self, steps: int = 1) -> Measurement:
+        """Probe a candidate; afterwards none of its processes is left."""
+        prober = TorchrunProber(self.wanted, self.launcher)
         measured = prober.probe(ProbeRequest(PLAIN, steps=steps))
-        prober.close()
-    finally:
-        os.environ.pop(MARK)
-        os.environ.update({MARK: before} if before else {})
-    wait_for(lambda: not marked(mark), 5)
-    return measured
+        wait_for(lambda: not marked(self.mark), 15)
+        return measured
+
+
+def two_nodes(*overrides: str) -> Nodes:
+    """A launcher in which a probe has two nodes of one device."""
+    wanted, mark = settings(*TWO_NODES, *overrides), uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, mark)
+        launcher = make_launcher(wanted)
+    assert isinstance(launcher, Remote)
+    launcher.describe = lambda directory: None  # it takes seconds, and the sweep tries it
+    return Nodes(wanted, launcher, mark)

@@ -13,15 +13,12 @@ import pytest
 
 from autotune.errors import InfraError
 from autotune.probe.measurement import Outcome
-from autotune.probe.torchrun.prober import make_launcher
-from autotune.probe.torchrun.remote.launcher import Remote
-from autotune.settings import Settings
 from tests.commands import marked
 from tests.slurm import free_ports, wait_for
 from tests.sshd import Sshd, running_sshd
 from tests.test_tune import is_rank
 
-from .conftest import on_nodes, two_nodes
+from .conftest import Nodes, two_nodes
 
 pytestmark = pytest.mark.probes
 
@@ -33,23 +30,21 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
         yield running
 
 
-def over(sshd: Sshd, folder: Path, options: str = "", *overrides: str) -> Settings:
-    """Settings of both hosts, with more options for ssh before those that know the hosts."""
+def over(sshd: Sshd, folder: Path, options: str = "", *overrides: str) -> Nodes:
+    """A launcher of both hosts, with more options for ssh before those that know the hosts."""
     (folder / "hostfile").write_text("first slots=1\nsecond slots=1\n")
     ssh = f"launcher.ssh_options='{options} -F {sshd.config}'"
     return two_nodes("launcher=hosts", f"launcher.hostfile={folder}/hostfile", ssh, *overrides)
 
 
 def test_a_probe_over_two_hosts_runs_and_one_that_loses_a_host_is_our_trouble(sshd: Sshd, tmp_path: Path) -> None:
-    wanted = over(sshd, tmp_path)
-    launcher = make_launcher(wanted)
-    assert isinstance(launcher, Remote)
-    measured = on_nodes(wanted, launcher)
+    nodes = over(sshd, tmp_path, "", "probe.deadline_s=100")
+    measured = nodes.probe()
     assert measured.outcome is Outcome.OK, measured
     assert {m["rank"] for m in measured.memory["forward"]} == {0, 1}
     assert marked(sshd.mark) == []
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(on_nodes, over(sshd, tmp_path, "", "probe.deadline_s=100"), launcher, steps=100_000)
+        running = pool.submit(nodes.probe, steps=100_000)
         wait_for(lambda: sum(map(is_rank, marked(sshd.mark))) == 2)
         began = time.monotonic()
         sshd.connections()[1].kill()
@@ -60,11 +55,11 @@ def test_a_probe_over_two_hosts_runs_and_one_that_loses_a_host_is_our_trouble(ss
     wait_for(lambda: not marked(sshd.mark), 5)
 
 
-def refusal(wanted: Settings, folder: Path) -> InfraError:
+def refusal(nodes: Nodes, folder: Path) -> InfraError:
     """What a launcher says that cannot start its node programs."""
     (folder / "spec.json").write_text("{}")
     with pytest.raises(InfraError) as refused:
-        make_launcher(wanted).run(folder / "spec.json", 2, 10.0)
+        nodes.launcher.run(folder / "spec.json", 2, 10.0)
     return refused.value
 
 

@@ -15,7 +15,9 @@ import pytest
 
 from autotune.errors import InfraError
 from autotune.probe.measurement import Measurement, Outcome
-from autotune.probe.torchrun.prober import make_launcher
+from autotune.probe.prober import ProbeRequest
+from autotune.probe.torchrun.launcher import Launcher
+from autotune.probe.torchrun.prober import TorchrunProber
 from autotune.probe.torchrun.remote.launcher import Remote
 from autotune.workload.phase import Phase
 from tests.commands import autotune
@@ -23,8 +25,8 @@ from tests.slurm import Slurm, wait_for
 from tests.test_tune import MODEL, PLAIN, is_rank, trials
 
 from ..conftest import PLAIN as CANDIDATE
-from ..conftest import Probe
-from .conftest import on_nodes, two_nodes, with_fault
+from ..conftest import settings
+from .conftest import two_nodes, with_fault
 
 pytestmark = pytest.mark.probes
 
@@ -66,10 +68,10 @@ def out_of_time(
     """A probe that hangs and whose step has a minute, in the background of the other tests; its nodes have a TMPDIR."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     step = f"launcher.srun_args='--time 1 --export ALL,TMPDIR={elsewhere}'"
-    wanted = two_nodes(*with_fault("hang"), "launcher=slurm", "probe.deadline_s=600", step)
+    nodes = two_nodes(*with_fault("hang"), "launcher=slurm", "probe.deadline_s=600", step)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(on_nodes, wanted)
-        wait_for(lambda: len(list(elsewhere.glob("autotune-node-*/rank*.pulse"))) == 2 or future.done())
+        future = pool.submit(nodes.probe)
+        wait_for(lambda: len(list(elsewhere.glob("autotune-probe-*/rank*.pulse"))) == 2 or future.done())
         (step,) = slurm.steps()
         yield future
         if not future.done():  # nobody has waited for it
@@ -79,10 +81,10 @@ def out_of_time(
 class TestARank:
     @pytest.mark.parametrize(
         ("fault", "message"),
-        [("raise", "ValueError: the model says no"), ("kill", "rank 1 was killed by SIGKILL")],
+        [("raises", "RuntimeError: the model says no"), ("kill", "rank 1 was killed by SIGKILL")],
     )
     def test_that_fails_on_one_node_ends_the_others_and_is_told_as_what_it_is(self, fault: str, message: str) -> None:
-        measured = on_nodes(two_nodes(*with_fault(fault), *SLURM))
+        measured = two_nodes(*with_fault(fault), *SLURM).probe()
         assert (measured.outcome, measured.phase) == (Outcome.CRASHED, Phase.FORWARD), measured
         assert message in (measured.message or "")
         assert len(measured.detail["host_bytes"]) == 2
@@ -90,21 +92,19 @@ class TestARank:
 
 class TestAPort:
     def test_that_is_taken_is_our_trouble_and_another_serves_the_next_probe_which_trains_as_one_node_does(
-        self, probe: Probe
+        self, launcher: Launcher
     ) -> None:
-        wanted = two_nodes(*SLURM)
-        launcher = make_launcher(wanted)
-        assert isinstance(launcher, Remote)
+        nodes = two_nodes(*SLURM)
         with socket.socket() as taken, pytest.MonkeyPatch.context() as patch:
             taken.bind(("", 0))
             taken.listen()
-            patch.setattr(launcher, "endpoint", lambda hello: ("127.0.0.1", taken.getsockname()[1]))
-            measured = on_nodes(wanted, launcher)
+            patch.setattr(nodes.launcher, "endpoint", lambda hello: ("127.0.0.1", taken.getsockname()[1]))
+            measured = nodes.probe()
             assert measured.outcome is Outcome.INFRA, measured
             assert "Rendezvous" in (measured.message or "")
-        measured = on_nodes(wanted, launcher)
+        measured = nodes.probe()
         assert measured.outcome is Outcome.OK, measured
-        assert measured.losses == probe(CANDIDATE).losses
+        assert measured.losses == TorchrunProber(settings(), launcher).probe(ProbeRequest(CANDIDATE, steps=1)).losses
         assert {m["rank"] for m in measured.memory["forward"]} == {0, 1}
 
 
@@ -122,9 +122,7 @@ class TestAStep:
         program = folder / "python"
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        launcher = make_launcher(two_nodes(*SLURM, f"launcher.python={program}", *overrides))
-        assert isinstance(launcher, Remote)
-        return launcher
+        return two_nodes(*SLURM, f"launcher.python={program}", *overrides).launcher
 
     def run(self, launcher: Remote, tmp_path: Path, slurm: Slurm, then: Callable[[str], object]) -> dict[str, Any]:
         """Run a probe's step, do something to it, and return the report."""
