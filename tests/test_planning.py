@@ -113,7 +113,9 @@ def test_the_same_plan_again_predicts_nothing(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == first
 
 
-def test_a_plan_leaves_the_files_and_the_winner_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_leaves_the_files_and_the_winner_of_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def measured(candidate: Any) -> Measurement:
         return Measurement(Outcome.OK, "torchrun", tokens_per_s=100.0 + candidate.micro_batch, step_s=1.0)
 
@@ -126,8 +128,16 @@ def test_a_plan_leaves_the_files_and_the_winner_of_what_was_measured(monkeypatch
     tune(settings())
     with monkeypatch.context() as patched:
         patched.setattr("autotune.tune.not_here_reason", lambda machine: "")
-        patched.setattr("autotune.tune.make_prober", lambda kind, settings, tell, devices: Here(settings, tell))
+        patched.setattr("autotune.tune.look", lambda machine: ["device 3 is busy"])
+        given: list[Any] = []
+        patched.setattr(
+            "autotune.tune.make_prober",
+            lambda kind, settings, tell, devices: given.append(devices) or Here(settings, tell),
+        )
         real, files = tune(settings("budget.probes=5"))
+    # what was found of the devices is said, and handed on to be kept
+    assert given == [["device 3 is busy"]]
+    assert " device 3 is busy\n" in capsys.readouterr().err
     folder = Path("studies") / STUDY
     assert files[0].parent == folder
     assert written(folder)[1]["status"] == "measured"

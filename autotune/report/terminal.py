@@ -300,6 +300,7 @@ def how(record: ProbeRecord) -> str:
     phase = f" in {measurement.phase.value}" if measurement.phase and measurement.outcome is not Outcome.OK else ""
     origin = [word for word in ("inferred", "reused") if getattr(record, word)]
     origin += ["confirmation"] if record.confirmation else []
+    origin += ["at risk"] if measurement.at_risk else []
     return measurement.outcome.value + phase + (f" ({', '.join(origin)})" if origin else "")
 
 

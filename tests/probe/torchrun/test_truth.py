@@ -79,6 +79,13 @@ class TestCreep:
 
 
 class TestParity:
+    def test_a_skipped_step_does_not_shift_the_data(self, faulty: Faulty) -> None:
+        steps = {"confirm_steps": 3}
+        plain, skipping = (faulty(fault, replace(PLAIN, accumulation=1), **steps) for fault in ("none", "overflow"))
+        assert (plain.skipped_steps, skipping.skipped_steps) == (0, 3)
+        assert skipping.losses == pytest.approx(plain.losses, rel=1e-4)
+        assert len(set(plain.losses)) == len(plain.losses)
+
     def test_of_a_sound_winner_is_told_with_how_closely_it_agrees(self, sweep: Callable[..., Any]) -> None:
         result, noted = sweep(
             "none",
