@@ -12,7 +12,9 @@ from autotune.store.records import ProbeRecord
 
 PACE = "pace_s"
 STRAGGLER = "straggler"
-"""Of a measurement's detail: the rounds of every rank's pace, and the rank that is slower than its peers."""
+SET_ASIDE = "set_aside"
+"""Of a measurement's detail: the rounds of every rank's pace, the rank that is slower than its peers, and a sentence
+for each device that has not given its memory back."""
 
 
 def notice(measurement: Measurement, earlier: Iterable[ProbeRecord], observer: Observer, told: set[int]) -> None:
@@ -29,6 +31,8 @@ def notice(measurement: Measurement, earlier: Iterable[ProbeRecord], observer: O
         before = [r.measurement.detail[PACE] for r in earlier if PACE in r.measurement.detail and not r.reused]
         if slow := slowness(detail[PACE], before):
             detail[SLOW_MACHINE] = slow
+    for sentence in detail.get(SET_ASIDE, []):
+        observer.noticed(sentence)
     if (straggler := detail.get(STRAGGLER)) and straggler["rank"] not in told:
         told.add(straggler["rank"])
         observer.noticed(lagging(measurement))

@@ -12,6 +12,8 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.errors import InfraError, SettingsError
+from autotune.machine.baseline import Baseline
+from autotune.machine.health import gpu_states
 from autotune.probe.creep import at_risk
 from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.pace import straggler
@@ -57,6 +59,8 @@ class TorchrunProber:
         self._threads, self._processors = placed(settings)
         self._launcher = launcher
         self._description: Description | None = None
+        here = settings.machine.accelerator != "cpu" and settings.launcher.name not in REMOTE
+        self._baseline = Baseline(settings.machine.devices_per_node, gpu_states if here else list)
         remove_stale()
 
     @property
@@ -97,7 +101,11 @@ class TorchrunProber:
         """A measurement is made when it is asked for."""
 
     def probe(self, request: ProbeRequest) -> Measurement:
-        """See Prober."""
+        """See Prober.
+
+        Raises:
+            InfraError: the launcher does not start, or too few devices have come back from the probes before.
+        """
         self.describe()
         began = time.monotonic()
         try:
@@ -128,6 +136,8 @@ class TorchrunProber:
             verdict = judge(evidence)
             detail = _detail(directory, verdict, evidence)
             detail["host_bytes"] = [host["peak_bytes"] for host in report["hosts"]]
+        if aside := self._baseline.returned():
+            detail["set_aside"] = aside
         return self._measurement(request, evidence, verdict, detail, time.monotonic() - began)
 
     def close(self) -> None:
@@ -152,6 +162,7 @@ class TorchrunProber:
             threads=self._threads,
             processors=self._processors,
             host_reserve_gib=self._settings.probe.host_reserve_gib,
+            devices=self._baseline.spared,
         )
 
     def _deadline_s(self, spec: ProbeSpec) -> float:

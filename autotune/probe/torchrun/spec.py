@@ -52,6 +52,7 @@ class ProbeSpec:
         sampled_accumulation: time windows of 2 and of 4 micro-steps and solve for a whole step; steps that are not
             measured have 2, which is all that memory can tell apart from more.
         stop_below_tokens_per_s: see ProbeRequest.
+        devices: those that the ranks of a node share out, as CUDA counts them; None for the first ones.
         threads: per rank.
         processors: of each local rank, by local rank.
         host_reserve_gib: `probe.host_reserve_gib`: when a node has less memory left than that, its ranks are ended.
@@ -73,6 +74,7 @@ class ProbeSpec:
     processors: list[list[int]]
     host_reserve_gib: float | None
     rendezvous: Rendezvous | None = None
+    devices: list[int] | None = None
 
     @property
     def host_limit_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import math
 import os
 import sys
@@ -13,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from autotune.probe.torchrun import shared_memory
 from autotune.probe.torchrun.failure import DivergedError, UnfitRank, classify, is_peer_lost, requested_bytes
 from autotune.probe.torchrun.leash import die_first, die_with_parent
-from autotune.probe.torchrun.rundir import SHARED_MEMORY
 from autotune.probe.torchrun.spec import CANNOT_WRITE, ProbeSpec, Pulse, RankResult
 from autotune.space.config import allocator_environment
 from autotune.workload.phase import Phase
@@ -24,9 +23,6 @@ MOST_SKIPPED = 40
 """fp16's dynamic loss scale starts at 2**16 and halves with every skipped step; after so many, training diverges."""
 PEER_GRACE_S = 0.5
 """A rank that only saw a peer go ends so much later, seconds, so that the agent sees that peer's end first."""
-SHARED_MEMORY_BYTES = 66 * 2**20
-"""What DeepSpeed's CPU collectives put there for each rank (csrc/cpu/comm/shm.cpp: two buffers of 32 MiB and two of
-1 MiB)."""
 HOPE = 1.1
 """A probe goes on while its best step, made faster by this factor, would still reach the best candidate."""
 
@@ -129,6 +125,10 @@ class _Rank:
         if not self.on_cpu:
             if torch.cuda._is_in_bad_fork():
                 raise UnfitRank("the fork server has touched CUDA, so that its ranks cannot: use launcher=cold")
+            if self.spec.devices is not None:  # CUDA reads it when it is first used, which comes next
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+                names = visible.split(",") if visible else None
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[d] if names else str(d) for d in self.spec.devices)
             torch.cuda.set_device(self.local_rank)
         self.result.environment = {
             "threads": self.spec.threads,
@@ -143,34 +143,12 @@ class _Rank:
         import torch.distributed as dist
 
         if self.on_cpu:
-            self.check_shared_memory()
+            shared_memory.check_room(self.spec.machine.devices_per_node)
         deepspeed.init_distributed(dist_backend="gloo" if self.on_cpu else "nccl", verbose=False)
         dist.barrier()
         self.joined = time.monotonic()
-        self.unlink_shared_memory()
+        shared_memory.unlink(self.rank)
         self.result.environment["deepspeed"] = deepspeed.__version__
-
-    def check_shared_memory(self) -> None:
-        """Refuse to begin where DeepSpeed's buffers do not fit: it would go on without them, to a bus error.
-
-        Raises:
-            OSError: no space is left (ENOSPC).
-        """
-        needed = SHARED_MEMORY_BYTES * self.spec.machine.devices_per_node
-        found = os.statvfs(SHARED_MEMORY)
-        left = found.f_bavail * found.f_frsize
-        if left < needed:
-            raise OSError(
-                errno.ENOSPC,
-                f"{SHARED_MEMORY} has {left / 2**20:.0f} MiB left, and the ranks' buffers take {needed / 2**20:.0f}: "
-                "free some, or make it larger (docker run --shm-size=2g)",
-            )
-
-    def unlink_shared_memory(self) -> None:
-        """Take this rank's buffer out of /dev/shm, now that its peers have mapped it: a killed rank could not."""
-        buffer = "deepspeed_allreduce_buffer_{uid}_{MASTER_ADDR}_{MASTER_PORT}_{rank}"
-        name = buffer.format(uid=os.getuid(), rank=self.rank, **os.environ)
-        (SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def build(self) -> None:
         """Load: the model on the device, or partitioned as it is born, with the weights that every candidate has."""
