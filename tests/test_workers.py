@@ -49,9 +49,7 @@ def test_two_workers_sweep_one_study_though_one_is_killed_in_a_probe_and_the_ser
     postgres: Server, folders: list[Path], tmp_path: Path
 ) -> None:
     url = postgres.database()
-    first, second = (
-        autotune(folder, *SWEEP, f"study.store={url}", "study.heartbeat_s=1", TMPDIR=str(folder)) for folder in folders
-    )
+    first, second = (autotune(folder, *SWEEP, f"study.store={url}", TMPDIR=str(folder)) for folder in folders)
     listed: list[str] = []
     with listing(listed, (PASSWORD + "@",)):
         time.sleep(1.0)  # in which they start anew

@@ -28,7 +28,7 @@ from autotune.settings import Settings
 from autotune.space.space import Space
 from autotune.store import spool
 from autotune.store.claims import Claim, ClaimLost, Refused
-from autotune.store.crew import View
+from autotune.store.crew import NOBODY, View
 from autotune.store.records import ProbeRecord, winner_of
 from autotune.store.store import Store
 
@@ -90,6 +90,7 @@ class Search:
         self._repeats = self._repeats_in_a_row = 0
         self._again: list[Candidate] = []
         self._seen = 0
+        self._alone = False
         self._reason = ""
 
     def run(self) -> Result:
@@ -169,7 +170,7 @@ class Search:
         idle = Idle(self._observer)
         while True:
             self._catch_up()
-            view = self._crew.look()
+            view = self._look()
             if view.buried:
                 self._recover()
             if not self._outside_waits(view) and self._ended():
@@ -179,6 +180,14 @@ class Search:
             else:
                 idle.wait(f"waiting for {view.in_flight} probes of other workers")
 
+    def _look(self) -> View:
+        """How things stand with the other workers; nobody joins one command on a file, so one look is enough there."""
+        if self._alone:
+            return NOBODY
+        view = self._crew.look()
+        self._alone = self._store.is_file and self._settings.probe.parallel == 1 and not view.orphans
+        return view
+
     def _recover(self) -> None:
         with self._crew.mending():
             self._catch_up()
@@ -187,6 +196,9 @@ class Search:
     def _catch_up(self) -> None:
         """Take in what other workers have stored."""
         history = self._history
+        if self._alone:
+            self._seen = max(self._seen, history.records[-1].trial if history.records else 0)
+            return
         for record in self._store.probes(self._study, after=self._seen):
             self._seen = record.trial
             if record.trial not in self._measurer.kept and record.measurement.predicted == self._predicts:

@@ -53,6 +53,9 @@ class View:
     buried: bool
 
 
+NOBODY = View(frozenset(), 0, (), 0, buried=False)
+
+
 class Crew:
     """The workers of one study.
 
@@ -176,11 +179,14 @@ class Crew:
     def _is_dead(self, row: RowMapping, moment: float, *, certain: bool = False) -> bool:
         """Whether a worker is gone: by the process table where that shows it, else by its heartbeats.
 
+        A process that is there and silent is stopped or stuck, and others go on without it: what it brings later is
+        not taken. On a file, where the second command is refused, it is not given up.
+
         After a time in which this process did not reach the database itself (it was stopped, the server or the network
         was down), nobody's silence means anything until everybody has had the time to be heard again.
         """
         seen = Worker.of(row).is_seen()
-        if seen is not None:
+        if seen is False or (seen and self._alone):
             return not seen
         here = time.monotonic()
         steady = here - self._last_beat <= self._stale_s < here - self._steady_since

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME = 255
 HEARTBEAT_S = 5.0
+MAKING = 0x73747564  # any constant but that of the migrations: workers that make a study together take turns
 
 
 class Store:
@@ -149,7 +150,8 @@ class Store:
             "machine_fingerprint": machine.fingerprint,
         }
         with self.writing() as connection:
-            row = _study_row(connection, name, for_update=True)
+            self.lock_study(connection, name)
+            row = _study_row(connection, name)
             if row is None:
                 connection.execute(
                     insert(studies).values(
@@ -282,7 +284,10 @@ class Store:
 
     def lock_study(self, connection: Connection, study: str) -> None:
         """Let no other transaction that locks the study begin before this one has ended."""
-        connection.execute(select(studies.c.name).where(studies.c.name == study).with_for_update())
+        row = connection.execute(select(studies.c.name).where(studies.c.name == study).with_for_update()).first()
+        if row is None and not self.is_file:  # there is no row to lock yet, and two workers may be about to make it
+            connection.execute(select(func.pg_advisory_xact_lock(MAKING)))
+            connection.execute(select(studies.c.name).where(studies.c.name == study).with_for_update())
 
     # Optuna
 
@@ -318,9 +323,8 @@ class Store:
         return self._optuna
 
 
-def _study_row(connection: Connection, name: str, *, for_update: bool = False) -> dict[str, Any] | None:
-    query = select(studies).where(studies.c.name == name)
-    row = connection.execute(query.with_for_update() if for_update else query).mappings().first()
+def _study_row(connection: Connection, name: str) -> dict[str, Any] | None:
+    row = connection.execute(select(studies).where(studies.c.name == name)).mappings().first()
     return dict(row) if row else None
 
 

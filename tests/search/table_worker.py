@@ -43,7 +43,7 @@ def settings(probes: int = 60, search: str = "auto", output: str = "studies", **
     made.probe.stop_losers = False
     made.output = output
     made.study.reconnect_s = study.get("reconnect_s", 60.0)
-    made.study.heartbeat_s = study.get("heartbeat_s", 1.0)
+    made.study.heartbeat_s = study.get("heartbeat_s", 5.0)
     return made
 
 

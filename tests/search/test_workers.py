@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections import Counter
@@ -125,6 +126,22 @@ def test_a_candidate_that_workers_die_of_is_given_up_after_two(url: str, work: W
     assert given_up.measurement.outcome is Outcome.INFRA
     assert "2 workers died" in (given_up.measurement.message or "")
     assert f"probing {baseline.key}" not in last.err
+
+
+def test_a_stopped_worker_is_gone_on_without_and_what_it_brings_late_is_dropped(url: str, work: Work) -> None:
+    stopped = work(0.3, "heartbeat_s=0.3")
+    stopped.until("probing")
+    stopped.process.send_signal(signal.SIGSTOP)
+    other = work(0.02, "heartbeat_s=0.3").finish()
+    assert other.code == 0, other.err
+    rows = stored(url, 60)
+    stopped.process.send_signal(signal.SIGCONT)
+    stopped.finish()
+    assert stopped.code == 0, stopped.err
+    assert "took this one for dead" in stopped.err
+    assert json.loads(stopped.out)["winner"] == json.loads(other.out)["winner"]
+    assert stored(url, 60) == rows
+    assert TrialState.RUNNING not in {trial.state for trial in trials(url)}
 
 
 def test_a_lost_database_ends_a_worker_with_what_it_measured_in_a_file_that_the_next_takes_in(

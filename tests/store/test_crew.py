@@ -28,6 +28,7 @@ from autotune.store.store import Store
 from autotune.store.tables import workers
 from autotune.store.worker import Worker, this_place
 from autotune.workload.workload import Workload
+from tests.postgres import Server
 
 Open = Callable[..., Store]
 Enter = Callable[..., Worker]
@@ -303,7 +304,7 @@ def test_a_worker_beats_by_itself(store: Store, url: str, opened: Open, monkeypa
         time.sleep(0.02)
 
 
-def test_a_living_worker_here_is_not_dead_however_silent(
+def test_a_process_that_is_gone_is_dead_at_once_and_a_silent_one_is_not(
     crews: Callable[..., Crew], enter: Enter, neighbour: psutil.Process
 ) -> None:
     one = crews()
@@ -312,6 +313,21 @@ def test_a_living_worker_here_is_not_dead_however_silent(
     assert (view.buried, view.neighbours) == (False, 1)
     enter(**gone())
     assert one.look().buried
+
+
+def test_a_stopped_process_is_given_up_in_postgresql(
+    postgres: Server, opened: Open, neighbour: psutil.Process, workload: Workload, machine: Machine
+) -> None:
+    store = opened(postgres.database())
+    crew = store.crew("s", heartbeat_s=0.1)
+    crew.join()
+    with store.writing() as connection:
+        row = Worker("1", "another", **living(neighbour)).row() | {"study": "s", "searching": True, "started": 0.0}
+        connection.execute(insert(workers).values(row | {"heartbeat": 0.0}))
+    deadline = time.monotonic() + 20
+    while not crew.look().buried:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_processes_of_another_boot_or_container_are_not_looked_for_here() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -207,7 +208,18 @@ def test_optuna_keeps_its_tables_in_the_same_database(url: str, opened: Open) ->
 
 
 def test_processes_that_start_together_on_an_empty_database_do_not_collide(url: str) -> None:
-    code = "import sys; from autotune.store.store import Store; Store.open(sys.argv[1]).optuna_storage()"
+    code = textwrap.dedent(
+        """
+        import sys
+        from autotune.machine.machine import Machine
+        from autotune.store.store import Store
+        from autotune.workload.workload import Model, Workload
+        store = Store.open(sys.argv[1])
+        store.crew("s", "family").join()
+        store.open_study("s", Workload(Model("m")), Machine("cpu"))
+        store.optuna_storage()
+        """
+    )
     starting = [
         subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE, text=True) for _ in range(3)
     ]
