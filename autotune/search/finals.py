@@ -11,7 +11,8 @@ from autotune.machine.machine import Machine
 from autotune.search.history import speed
 from autotune.search.outcomes import fits
 from autotune.search.referee import PARITY, set_aside
-from autotune.store.records import ProbeRecord
+from autotune.store.records import ProbeRecord, winner_of
+from autotune.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +115,10 @@ def hold(
 def merit(record: ProbeRecord) -> tuple[bool, float]:
     """A sort key of confirmations: those at risk last, then the faster first."""
     return record.measurement.at_risk is not None, -speed(record)
+
+
+def crown(store: Store, winner: ProbeRecord) -> None:
+    """Say which probe wins its study: what is planned never takes the place of what was measured."""
+    known = winner_of(store.study(winner.study), store.probes(winner.study))
+    if known is None or known.measurement.predicted or not winner.measurement.predicted:
+        store.set_winner(winner.study, winner.trial)

@@ -21,6 +21,8 @@ from optuna.trial import TrialState
 from autotune.candidate import Candidate
 from autotune.machine.machine import GIB, Machine
 from autotune.probe.measurement import Measurement, Outcome
+from autotune.settings import Settings
+from autotune.store.records import ProbeRecord
 from autotune.workload.workload import Workload
 
 CONSTRAINT = "memory"
@@ -59,6 +61,13 @@ def told(measurement: Measurement, machine: Machine, worst: float, *, inferred: 
         value = math.log(measurement.tokens_per_s)
         return Told(TrialState.COMPLETE if outcome is Outcome.OK else TrialState.PRUNED, value, constraint)
     return Told(TrialState.PRUNED if outcome is Outcome.STOPPED else TrialState.COMPLETE, worst, constraint)
+
+
+def of_record(record: ProbeRecord, settings: Settings, worst: float | None) -> Told:
+    """What a stored probe becomes in Optuna; `worst` is None where nothing feasible is known yet."""
+    if worst is None:
+        worst = slowest(record.candidate, settings.workload, settings.machine, settings.probe.deadline_s)
+    return told(record.measurement, settings.machine, worst, inferred=record.inferred)
 
 
 def violation(measurement: Measurement, machine: Machine) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
@@ -56,6 +57,26 @@ class Plan:
         if self.name == "gp":
             return GPSampler(seed=seed, n_startup_trials=self.startup)
         return RandomSampler(seed=seed)
+
+
+class Untried:
+    """What is left of a list of candidates; what is settled stays so within a run.
+
+    Args:
+        order: the list.
+        settled: whether a candidate need not be tried again.
+    """
+
+    def __init__(self, order: Sequence[Candidate], settled: Callable[[Candidate], object]) -> None:
+        self._order, self._settled = order, settled
+        self._next = 0
+
+    def first(self, taken: Container[str] = frozenset()) -> Candidate | None:
+        """The first that is neither settled nor, by its key, taken by another worker."""
+        while self._next < len(self._order) and self._settled(self._order[self._next]):
+            self._next += 1
+        rest = islice(self._order, self._next, None)
+        return next((c for c in rest if c.key not in taken and not self._settled(c)), None)
 
 
 def plan(search: str, seed: int, candidates: Sequence[Candidate], baseline: Candidate, budget: int) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -22,14 +22,14 @@ from autotune.search.measurer import Measurer, TryAgain, Turn
 from autotune.search.observer import Observer, Overview
 from autotune.search.referee import Referee
 from autotune.search.result import Counts, Result
-from autotune.search.samplers import Plan, plan
+from autotune.search.samplers import Plan, Untried, plan
 from autotune.search.trials import FAILED_TRIAL, REFUSED, Trials, quiet
 from autotune.settings import Settings
 from autotune.space.space import Space
 from autotune.store import spool
 from autotune.store.claims import Claim, ClaimLost, Refused
 from autotune.store.crew import NOBODY, View
-from autotune.store.records import ProbeRecord, winner_of
+from autotune.store.records import ProbeRecord
 from autotune.store.store import Store
 
 REPEATS_IN_A_ROW = 5
@@ -86,7 +86,6 @@ class Search:
         self._outside = space.baseline if outside else None
         self._by_key = {candidate.key: candidate for candidate in [*self._possible, *([space.baseline] * outside)]}
         self._started = 0.0
-        self._next = 0
         self._repeats = self._repeats_in_a_row = 0
         self._again: list[Candidate] = []
         self._seen = 0
@@ -158,6 +157,10 @@ class Search:
             self._store.retry,
         )
 
+    @cached_property
+    def _untried(self) -> Untried:
+        return Untried(self._plan.order, self._history.settled)
+
     @property
     def _shared(self) -> bool:
         """Whether other workers may search at the same time."""
@@ -225,7 +228,7 @@ class Search:
             candidate = self._again.pop()
             if candidate.key not in view.taken and not self._history.settled(candidate):
                 return self._try(candidate, view)
-        candidate = self._untried(view.taken)
+        candidate = self._untried.first(view.taken)
         if candidate is None:
             return False
         from_list = self._history.tried + view.in_flight < self._plan.startup
@@ -306,17 +309,9 @@ class Search:
         outside = self._outside
         return outside is not None and outside.key not in view.taken and not self._history.settled(outside)
 
-    def _untried(self, taken: Container[str] = frozenset()) -> Candidate | None:
-        """The first candidate of the list that is neither settled nor taken; what is settled stays so within a run."""
-        order = self._plan.order
-        while self._next < len(order) and self._history.settled(order[self._next]):
-            self._next += 1
-        rest = order[self._next :] if taken else order[self._next : self._next + 1]
-        return next((c for c in rest if c.key not in taken and not self._history.settled(c)), None)
-
     def _ended(self) -> bool:
         minutes, patience = self._settings.budget.minutes, self._settings.search.patience
-        if self._untried() is None:
+        if self._untried.first() is None:
             self._reason = "every candidate is tried"
         elif self._history.spent >= self._budget:
             self._reason = f"budget.probes={self._budget} is spent"
@@ -373,7 +368,7 @@ class Search:
             records = history.settling() + confirmed
             raise misses.nothing_fits(records, self._impossible, machine, self._space.ledger.summary(), self._reason)
         winner = held.finalists[0]
-        self._crown(winner)
+        finals.crown(self._store, winner)
         confirmations = held.finalists + ([] if held.reference in held.finalists else [held.reference])
         return Result(
             winner=winner,
@@ -384,12 +379,6 @@ class Search:
             counts=Counts.of(history, self._repeats),
             reason=self._reason,
         )
-
-    def _crown(self, winner: ProbeRecord) -> None:
-        """Say which probe wins the study: what is planned never takes the place of what was measured."""
-        known = winner_of(self._store.study(self._study), self._store.probes(self._study))
-        if known is None or known.measurement.predicted or not self._predicts:
-            self._store.set_winner(self._study, winner.trial)
 
     def _overview(self, sampler: str) -> Overview:
         return Overview(
@@ -406,7 +395,4 @@ class Search:
         )
 
     def _told(self, record: ProbeRecord) -> outcomes.Told:
-        settings, worst = self._settings, self._history.worst
-        if worst is None:
-            worst = outcomes.slowest(record.candidate, settings.workload, settings.machine, settings.probe.deadline_s)
-        return outcomes.told(record.measurement, settings.machine, worst, inferred=record.inferred)
+        return outcomes.of_record(record, self._settings, self._history.worst)
