@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun.launcher import Launcher
 from autotune.probe.torchrun.prober import TorchrunProber
+from autotune.probe.torchrun.remote.allocation import submit
 from autotune.probe.torchrun.remote.launcher import Remote
 from autotune.workload.phase import Phase
 from tests.commands import autotune
@@ -169,6 +171,27 @@ class TestAStep:
         waiting = self.of(tmp_path, "exec cat >/dev/null", "launcher.start_s=1")
         report = waiting.run(tmp_path / "spec.json", 2, 10.0)
         assert "had not started after 1 s" in report["error"]
+
+
+def test_an_allocation_is_waited_for_with_news_and_given_back_when_that_is_interrupted(slurm: Slurm) -> None:
+    wanted = settings("machine.nodes=2", "launcher=slurm", "launcher.sbatch_args='--nodelist n3,n4 --begin now+1hour'")
+    told: list[str] = []
+
+    def interrupting(news: str) -> None:
+        told.append(news)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        submit(wanted.launcher, wanted.machine, interrupting)
+    assert re.fullmatch(r"waiting for Slurm's allocation \d+: PENDING(, \w+)?", told[0])
+    assert "autotune" not in slurm.ask("squeue", "--noheader", "--format=%j")
+
+
+def test_what_slurm_refuses_is_an_error_that_says_so(allocation: str) -> None:
+    wanted = settings("machine.nodes=2", "launcher=slurm", "launcher.partition=nonesuch")
+    with pytest.raises(InfraError, match=r"sbatch failed .*[Ii]nvalid partition") as refused:
+        submit(wanted.launcher, wanted.machine, print)
+    assert "launcher.partition" in refused.value.hint
 
 
 @pytest.fixture(scope="module")
