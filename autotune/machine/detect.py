@@ -176,7 +176,8 @@ def not_here_reason(machine: Machine) -> str:
     if machine.accelerator != "cpu" and not visible_gpus():
         return f"machine={machine.name} has {machine.device} devices, and no GPU is visible here"
     if machine.nodes > 1:
-        return f"machine={machine.name} has {machine.nodes} nodes, and this is one"
+        reach = "launcher=slurm and launcher=hosts reach more"
+        return f"machine={machine.name} has {machine.nodes} nodes, and this is one ({reach})"
     if machine.accelerator == "cpu":
         if machine.device == processor_name():
             return ""
