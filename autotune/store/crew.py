@@ -16,7 +16,7 @@ from sqlalchemy import Connection, RowMapping, delete, func, insert, select, upd
 
 from autotune.errors import InfraError, StoreError
 from autotune.store.claims import FINALS, MENDING, PROBE, Claim, Refused, give_back, standing, take
-from autotune.store.engine import now
+from autotune.store.engine import CONNECT_TIMEOUT_S, now
 from autotune.store.patience import Patience, patient
 from autotune.store.tables import claims, probes, workers
 from autotune.store.worker import Worker
@@ -112,7 +112,7 @@ class Crew:
         if self._thread is None:
             return
         self._stop.set()
-        self._thread.join(timeout=1.0)
+        self._thread.join(timeout=2 * CONNECT_TIMEOUT_S)  # a beat under way ends, or its connection would be left open
         self._thread = None
         self._former.append(self.me.id)
         with contextlib.suppress(StoreError), self._store.writing() as connection:
