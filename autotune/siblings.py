@@ -19,8 +19,8 @@ from typing import IO
 from autotune import credentials
 from autotune.errors import AutotuneError
 from autotune.probe.torchrun.launcher import leashed
-from autotune.probe.torchrun.process import kill_tree
 from autotune.probe.torchrun.starting import last_line, log_file
+from autotune.process import kill_tree
 from autotune.settings import Settings
 
 END_S = 60.0

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from sqlalchemy import RowMapping
 
-_CLOCK_STEP_S = 2.0  # a process's start is kept by the kernel relative to boot, so a clock correction moves it
+from autotune.process import Identity
 
 
 def this_place() -> str:
@@ -35,7 +34,7 @@ class Worker:
         host: for people.
         place: see this_place.
         pid: the process.
-        started: when the process started, seconds since the epoch; tells it from a later one with the same pid.
+        started: when the process started, clock ticks since boot; tells it from a later one with the same pid.
     """
 
     id: str
@@ -43,7 +42,7 @@ class Worker:
     host: str = field(default_factory=socket.gethostname)
     place: str = field(default_factory=this_place)
     pid: int = field(default_factory=os.getpid)
-    started: float = field(default_factory=lambda: float(psutil.Process().create_time()))
+    started: float = field(default_factory=lambda: float(Identity.here().started))
 
     @classmethod
     def here(cls, family: str) -> Worker:
@@ -73,10 +72,4 @@ class Worker:
         """Whether the process still runs; None where it cannot be looked at from here."""
         if self.place != this_place():
             return None
-        try:
-            process = psutil.Process(self.pid)
-            started: float = process.create_time()
-            zombie: bool = process.status() == psutil.STATUS_ZOMBIE
-            return abs(started - self.started) <= _CLOCK_STEP_S and not zombie
-        except psutil.NoSuchProcess:
-            return False
+        return Identity(self.pid, int(self.started)).alive()

@@ -20,6 +20,7 @@ from autotune.candidate import Candidate
 from autotune.errors import InfraError, SettingsError, StoreError
 from autotune.machine.machine import Machine
 from autotune.probe.measurement import Measurement, Outcome
+from autotune.process import Identity
 from autotune.store import crew as crew_module
 from autotune.store.claims import Claim, ClaimLost, Refused
 from autotune.store.crew import Crew
@@ -83,11 +84,12 @@ def neighbour() -> Iterator[psutil.Process]:
 def gone() -> dict[str, Any]:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    return {"pid": child.pid, "started": time.time()}
+    return {"pid": child.pid, "started": Identity.here().started}
 
 
 def living(process: psutil.Process) -> dict[str, Any]:
-    return {"pid": process.pid, "started": process.create_time()}
+    identity = Identity.of(process.pid)
+    return {"pid": process.pid, "started": identity.started if identity else Identity.here().started}
 
 
 # -- one command on a file ------------------------------------------------------------------------------------------
@@ -122,9 +124,9 @@ def test_a_dead_command_is_taken_over_at_once(
     file_store: Store, neighbour: psutil.Process, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
-    known = {"pid": child.pid, "started": time.time()}
+    known = {"pid": child.pid, "started": Identity.here().started}
     if how == "another start":
-        known = {"pid": neighbour.pid, "started": neighbour.create_time() - 3600}
+        known = {"pid": neighbour.pid, "started": Identity.here().started - 1}
     if how == "zombie":
         while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)

@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autotune.probe.torchrun import worker
-from autotune.probe.torchrun.process import adopt_orphans, end_orphans
 from autotune.probe.torchrun.spec import ProbeSpec
+from autotune.process import adopt_orphans, end_orphans
 
 SHUTDOWN_TIMEOUT_S = 2
 """Between SIGTERM and SIGKILL to ranks whose peer has failed: they have nothing left to do (torch's default is 30)."""

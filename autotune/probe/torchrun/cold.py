@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from autotune.probe.torchrun.launcher import AgentReport, Tell, leashed
-from autotune.probe.torchrun.process import kill_session
 from autotune.probe.torchrun.starting import compile_operations, describe_here
 from autotune.probe.torchrun.watch import Watch
+from autotune.process import kill_session
 
 
 class Cold:

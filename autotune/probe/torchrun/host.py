@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from autotune.probe.torchrun import describe, preload
 from autotune.probe.torchrun.agent import launch
-from autotune.probe.torchrun.process import Identity, adopt_orphans, children, end_orphans
+from autotune.process import Identity, adopt_orphans, children, end_orphans
 
 
 def main() -> None:

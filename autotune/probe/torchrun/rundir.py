@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autotune.probe.torchrun.process import Identity
+from autotune.process import Identity
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "autotune-probe-"

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.machine.machine import GIB, Machine
-from autotune.probe.torchrun.process import Identity
+from autotune.process import Identity
 from autotune.workload.phase import Phase
 from autotune.workload.workload import Workload
 

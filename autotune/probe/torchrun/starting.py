@@ -13,8 +13,8 @@ from typing import IO
 from autotune.errors import InfraError
 from autotune.probe.torchrun import preload
 from autotune.probe.torchrun.launcher import START_S, AgentReport, Tell, leashed
-from autotune.probe.torchrun.process import kill_tree
 from autotune.probe.torchrun.rundir import full_place
+from autotune.process import kill_tree
 
 
 def log_file() -> IO[bytes]:

@@ -15,9 +15,9 @@ from typing import Any
 from autotune.errors import InfraError
 from autotune.probe.torchrun import preload
 from autotune.probe.torchrun.launcher import AgentReport, Tell, leashed
-from autotune.probe.torchrun.process import kill_session
 from autotune.probe.torchrun.starting import compile_operations, last_line, log_file, wait_telling
 from autotune.probe.torchrun.watch import Watch
+from autotune.process import kill_session
 
 DESCRIBE_S = 300.0
 """Building the model without its weights may take so long, seconds; a user's factory may do more than that."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from autotune.probe.torchrun.host_memory import HostMemory, reserve_bytes
 from autotune.probe.torchrun.launcher import AgentReport
-from autotune.probe.torchrun.process import Identity, kill_session
 from autotune.probe.torchrun.spec import ProbeSpec, Pulse, RankResult
+from autotune.process import Identity, kill_session
 
 BEGIN_S = 120.0
 """Ranks that have not begun by then never will, seconds: a cold one imports for 15 s on an idle machine."""

@@ -15,9 +15,9 @@ from autotune import credentials
 from autotune.errors import InfraError
 from autotune.machine.machine import Machine
 from autotune.probe.torchrun.launcher import Tell, leashed
-from autotune.probe.torchrun.process import kill_tree
 from autotune.probe.torchrun.starting import last_line, log_file
 from autotune.probe.virtual.job import Job
+from autotune.process import kill_tree
 
 
 class Tracer:

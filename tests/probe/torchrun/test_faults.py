@@ -13,7 +13,7 @@ from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun import watch
 from autotune.probe.torchrun.launcher import Launcher
 from autotune.probe.torchrun.prober import TorchrunProber
-from autotune.probe.torchrun.process import Identity
+from autotune.process import Identity
 from autotune.workload.phase import Phase
 
 from .conftest import CHECKPOINTED, PLAIN, STAGES, Probe, replace, settings

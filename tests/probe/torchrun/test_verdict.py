@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.probe.measurement import Outcome
-from autotune.probe.torchrun.process import Identity
 from autotune.probe.torchrun.spec import CANNOT_WRITE, Beat, Pulse, RankResult
 from autotune.probe.torchrun.verdict import Evidence, judge, memory_by_phase, worst
+from autotune.process import Identity
 from autotune.workload.phase import Phase
 
 FAILURES = ["oom_device", "oom_host", "invalid", "diverged", "crashed", "infra"]
