@@ -16,7 +16,8 @@ from autotune.process import Identity, kill_session, kill_tree
 
 PARENT = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session={own})
+sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, start_new_session={own})
 print(child.pid, flush=True)
 time.sleep({lives})
 """
