@@ -18,6 +18,8 @@ from autotune.store.store import Store
 from tests.commands import Run, autotune
 from tests.postgres import Server
 
+pytestmark = pytest.mark.probes
+
 SECRET = "c0rrect h0rse/b@ttery"
 ENCODED = "c0rrect%20h0rse%2Fb%40ttery"
 FORMS = (SECRET, ENCODED, "c0rrect+h0rse", "b@ttery", "b%40ttery")

@@ -22,6 +22,8 @@ from tests.commands import Run, start
 from tests.postgres import Server
 from tests.search.table_worker import settings
 
+pytestmark = pytest.mark.probes
+
 SCRIPT = Path(__file__).with_name("table_worker.py")
 STUDY = "formula-table-1x8"
 Work = Callable[..., Run]

@@ -13,6 +13,8 @@ from autotune.workload.workload import Workload
 BLOCKS = """
 from torch import nn
 
+pytestmark = pytest.mark.probes
+
 class Block(nn.Module):
     def __init__(self, names):
         super().__init__()

@@ -28,6 +28,8 @@ from .trouble import (
     stop_fork_server,
 )
 
+pytestmark = pytest.mark.probes
+
 Faulty = Callable[..., Measurement]
 
 

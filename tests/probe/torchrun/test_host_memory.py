@@ -23,6 +23,8 @@ from .conftest import PLAIN, Probe
 MB = 1_000_000
 EATER = """
 import sys, time
+
+pytestmark = pytest.mark.probes
 for line in sys.stdin:
     kept = globals().setdefault("kept", [])
     kept.append(b"x" * int(line))

@@ -18,6 +18,8 @@ from autotune.workload.phase import Phase
 
 from .conftest import CHECKPOINTED, PLAIN, STAGES, Probe, replace, settings
 
+pytestmark = pytest.mark.probes
+
 PARAMETERS = 2_238_464
 OFFLOADED = {"offload_optimizer": "cpu"}
 VARIANTS: list[dict[str, Any]] = [

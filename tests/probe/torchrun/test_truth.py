@@ -22,6 +22,8 @@ from autotune.store.store import Store
 
 from .conftest import PLAIN, STAGES, replace
 
+pytestmark = pytest.mark.probes
+
 Faulty = Callable[..., Measurement]
 CUSTOM = ("machine=cpu", "model=custom", "model.factory=faulty:build", "workload.seq_len=64", "probe.stop_losers=false")
 QUICK = ("probe.steps=1", "probe.warmup_steps=1", "probe.confirm_steps=3", "objective.finalists=1")

@@ -384,7 +384,6 @@ CASES: list[tuple[dict[str, Any], list[int]]] = [
 ]
 
 
-@pytest.mark.probes
 def test_equals_full_traces(tmp_path: Path) -> None:
     limit = int(2.2 * TINY)
     overrides = ["model=gpt_tiny", "machine=a100_80g"]

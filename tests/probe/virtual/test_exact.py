@@ -74,7 +74,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return {result["name"]: result for result in json.loads((folder / "out.json").read_text())}
 
 
-@pytest.mark.probes
 @pytest.mark.parametrize("name", [c["name"] for c in CASES])
 def test_virtual_ranks_do_what_real_ones_do(compared: dict[str, dict[str, Any]], name: str) -> None:
     result = compared[name]
