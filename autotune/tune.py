@@ -56,6 +56,7 @@ def tune(settings: Settings, place: Place | None = None) -> tuple[Result, list[P
     check_shares(kind, settings)
     if kind == VIRTUAL:
         print(planning(settings, reason), file=sys.stderr, flush=True)
+    space = Space(settings)  # what cannot mean anything is refused before anything is made
     store = Store.open(settings.store_url)
     try:
         store.patience.seconds = settings.study.reconnect_s
@@ -66,6 +67,11 @@ def tune(settings: Settings, place: Place | None = None) -> tuple[Result, list[P
         earlier = [probe for probe in store.probes(settings.study_name) if probe.measurement.probe_kind == kind]
         with ExitStack() as ending:
             seen = ending.enter_context(progress(sys.stderr, settings.machine, settings.budget.minutes, earlier))
+            # A command looks before its own workers are at work, who would be someone else's.
+            local = kind != VIRTUAL and settings.launcher.name not in REMOTE
+            found = look(settings.machine) if local and place is None else []
+            for sentence in found:
+                seen.noticed(sentence)
             alone = settings.probe.parallel == 1 or place is not None
             siblings = None if alone else Siblings(settings, crew.me.family, seen.waiting)
             if siblings is not None:
@@ -75,7 +81,8 @@ def tune(settings: Settings, place: Place | None = None) -> tuple[Result, list[P
             ending.enter_context(
                 occupied(settings.machine, settings.probe.devices, settings.probe.parallel, place.index if place else 0)
             )
-            settings, space, result = sweep(kind, settings, store, seen, recorded)
+            prober = make_prober(kind, settings, seen.telling, found)
+            settings, space, result = sweep(settings, space, store, prober, seen, recorded)
             wins = store.study(settings.study_name).winner_trial == result.winner.trial
             folder = settings.study_dir if wins else settings.study_dir / "planned"  # beside a measured winner's files
             files = write_winner(result.winner, settings.workload, settings.machine, folder, settings.space.nvme_path)
@@ -88,15 +95,14 @@ def tune(settings: Settings, place: Place | None = None) -> tuple[Result, list[P
 
 
 def sweep(
-    kind: str, settings: Settings, store: Store, seen: Progress, recorded: dict[str, str]
+    settings: Settings,
+    space: Space,
+    store: Store,
+    prober: ModelProber,
+    seen: Progress,
+    recorded: dict[str, str],
 ) -> tuple[Settings, Space, Result]:
-    """Look at the devices and the model, then search and confirm; (settings as they fit the model, space, result)."""
-    space = Space(settings)
-    here = kind != VIRTUAL and settings.launcher.name not in REMOTE
-    found = look(settings.machine) if here else []
-    for sentence in found:
-        seen.noticed(sentence)
-    prober = make_prober(kind, settings, seen.telling, found)
+    """Look at the model, then search and confirm; (settings as they fit the model, space, result)."""
     try:
         model = described(prober.describe())
         if fitted := fitted_buckets(settings, model):
