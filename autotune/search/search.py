@@ -16,6 +16,7 @@ from autotune.errors import InfraError, SettingsError
 from autotune.probe.measurement import VIRTUAL
 from autotune.probe.prober import Prober
 from autotune.search import finals, misses, outcomes
+from autotune.search.budget import Budget
 from autotune.search.history import History, speed
 from autotune.search.idle import Idle
 from autotune.search.measurer import Measurer, TryAgain, Turn
@@ -33,10 +34,6 @@ from autotune.store.records import ProbeRecord
 from autotune.store.store import Store
 
 REPEATS_IN_A_ROW = 5
-PROBES = 40
-PREDICTIONS = 1_000
-"""What a sweep may spend where budget.probes is null. A prediction takes a thousandth of a probe: with `search=auto`
-every candidate of a space of this size is looked at."""
 
 
 class Search:
@@ -69,10 +66,9 @@ class Search:
     ) -> None:
         self._settings, self._space, self._store = settings, space, store
         self._observer = observer or Observer()
-        self._clock = clock
         self._study = settings.study_name
         self._predicts = prober.kind == VIRTUAL
-        self._budget = settings.budget.probes or (PREDICTIONS if self._predicts else PROBES)
+        self._budget = Budget(settings, self._predicts, clock)
         self._optuna_study = f"{self._study}/{space.digest}" + f"/{VIRTUAL}" * self._predicts
         self._prober = prober
         self._crew = store.crew(self._study)
@@ -85,7 +81,6 @@ class Search:
         outside = space.baseline not in space and not (impossible and impossible(space.baseline))
         self._outside = space.baseline if outside else None
         self._by_key = {candidate.key: candidate for candidate in [*self._possible, *([space.baseline] * outside)]}
-        self._started = 0.0
         self._repeats = self._repeats_in_a_row = 0
         self._again: list[Candidate] = []
         self._seen = 0
@@ -113,19 +108,20 @@ class Search:
                 self._store.open_study(self._study, self._settings.workload, self._settings.machine)
                 if taken := spool.take_in(self._settings.study_dir, self._store):
                     self._observer.waiting(f"{taken} measurements that an earlier run kept in a file are in the store")
-                self._crew.begin(self._optuna_study, f"/{VIRTUAL}" * self._predicts)
-                self._started = self._clock()
+                self._budget.begin()
                 self._store.set_baseline(self._study, self._space.baseline.key)
                 self._observer.started(self._overview(sampler))
-                self._search()
-                self._observer.searched(self._reason)
-                return self._finish()
+                while True:
+                    self._search()
+                    self._observer.searched(self._reason)
+                    if (result := self._finish()) is not None:
+                        return result
             finally:
                 self._crew.leave()
 
     @cached_property
     def _plan(self) -> Plan:
-        search, budget = self._settings.search, self._budget
+        search, budget = self._settings.search, self._budget.probes
         budget -= self._outside is not None  # its probe is one of them
         return plan(search.name, search.seed, list(self._possible), self._space.baseline, budget)
 
@@ -167,6 +163,7 @@ class Search:
         return not self._predicts and (not self._store.is_file or self._settings.probe.parallel > 1)
 
     def _search(self) -> None:
+        self._crew.begin(self._optuna_study, f"/{VIRTUAL}" * self._predicts)
         self._crew.look()  # who died before is buried, and nobody's trials are theirs
         self._recover()
         self._prepare()
@@ -191,10 +188,12 @@ class Search:
         self._alone = self._store.is_file and self._settings.probe.parallel == 1 and not view.orphans
         return view
 
-    def _recover(self) -> None:
+    def _recover(self, *, over: bool = False) -> None:
+        """Bring Optuna's study up to date; where the search is over for all, no trial of it is running."""
         with self._crew.mending():
             self._catch_up()
-            self._again += self._trials.recover(self._history.settling(), self._told, self._crew.there())
+            there = () if over else self._crew.there()
+            self._again += self._trials.recover(self._history.settling(), self._told, there)
 
     def _catch_up(self) -> None:
         """Take in what other workers have stored."""
@@ -212,7 +211,7 @@ class Search:
         """Tell the prober what it is going to be asked for, where the whole list is."""
         if self._plan.name == "list":
             untried = [candidate for candidate in self._plan.order if not self._history.settled(candidate)]
-            if coming := untried[: self._budget - self._history.spent]:
+            if coming := untried[: self._budget.left(self._history)]:
                 self._prober.prepare(coming, self._observer.preparing)
 
     def _advance(self, view: View) -> bool:
@@ -271,7 +270,7 @@ class Search:
         return True
 
     def _claim(self, candidate: Candidate, view: View) -> Claim | Refused:
-        claim = self._crew.claim_probe(candidate.key, self._seen, self._budget - self._history.spent)
+        claim = self._crew.claim_probe(candidate.key, self._seen, self._budget.left(self._history))
         if claim is Refused.DEADLY:
             orphan = next((orphan for orphan in view.orphans if orphan.key == candidate.key), None)
             if orphan is not None:
@@ -310,34 +309,30 @@ class Search:
         return outside is not None and outside.key not in view.taken and not self._history.settled(outside)
 
     def _ended(self) -> bool:
-        minutes, patience = self._settings.budget.minutes, self._settings.search.patience
-        if self._untried.first() is None:
-            self._reason = "every candidate is tried"
-        elif self._history.spent >= self._budget:
-            self._reason = f"budget.probes={self._budget} is spent"
-        elif minutes is not None and self._clock() - self._started >= minutes * 60:
-            self._reason = f"budget.minutes={minutes:g} are over"
-        elif patience and self._history.since_best >= patience:
-            self._reason = f"{patience} probes without a better one (search.patience)"
+        self._reason = self._budget.ended(self._history, untried=self._untried.first() is not None)
         return bool(self._reason)
 
     def _left(self, in_flight: int, *, inside: bool) -> int:
         """How many more probes there may be after the next, which is of a candidate inside the space or not."""
         untried = len(self._possible) - self._history.tried - inside
-        return max(0, min(self._budget - self._history.spent - 1, untried) - in_flight)
+        return max(0, min(self._budget.left(self._history) - 1, untried) - in_flight)
 
-    def _finish(self) -> Result:
-        """The finals, held by one worker at a time: what one has confirmed, the next finds in the store."""
+    def _finish(self) -> Result | None:
+        """The finals, held by one worker at a time: what one has confirmed, the next finds in the store.
+
+        None where a worker has died meanwhile: what it was probing is to be searched on.
+        """
         self._crew.end_search()
         idle = Idle(self._observer)
         while True:
             claim = self._crew.claim_finals()
             if claim is None:
-                self._crew.look()  # whoever has died is not waited for
+                if self._crew.look().buried:
+                    return None
                 idle.wait("waiting for other workers to end their search or their finals")
                 continue
             try:
-                self._catch_up()
+                self._recover(over=True)
                 return self._finals(claim)
             except ClaimLost:
                 self._observer.waiting("other workers took this one for dead, and the finals over")
@@ -387,7 +382,7 @@ class Search:
             candidates=len(self._possible),
             tried=self._history.tried,
             impossible=dict(self._impossible),
-            budget=self._budget,
+            budget=self._budget.probes,
             spent=self._history.spent,
             knobs=tuple(name for name, values in self._space.knobs.items() if len(values) > 1),
             ledger=self._space.ledger.summary(),

@@ -67,7 +67,8 @@ def test_probes_that_no_time_is_left_for_are_named(
             """Nothing is known of the model."""
 
         def run(self, spec_path: Path, world: int, deadline_s: float) -> dict[str, object]:
-            return {"exit_codes": {}, "error": "nothing runs", "timed_out": False, "vanished": None}
+            seen = {"timed_out": False, "stopped": [], "vanished": None, "hosts": [{"peak_bytes": 0, "full": None}]}
+            return {"exit_codes": {}, "error": "nothing runs", **seen}
 
         def close(self) -> None:
             """Nothing was started."""
