@@ -1,23 +1,19 @@
 """The further workers that one command starts with `probe.parallel`: processes of their own that die with it.
 
-As a program it is one of them: what it is to do comes through its standard input, so no argument says it.
+What they are to do comes through their standard input (sibling.py), so no argument says it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
-from autotune import credentials
-from autotune.errors import AutotuneError
 from autotune.probe.torchrun.launcher import leashed
 from autotune.probe.torchrun.starting import last_line, log_file
 from autotune.process import kill_tree
@@ -58,7 +54,7 @@ class Siblings:
         for index in range(1, settings.probe.parallel):
             log = log_file()
             process = subprocess.Popen(
-                leashed([sys.executable, "-m", "autotune.siblings"]),
+                leashed([sys.executable, "-m", "autotune.sibling"]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # what it would say at the end is said once, by us
                 stderr=log,
@@ -91,31 +87,3 @@ class Siblings:
             process.wait()
             log.close()
         self._running = []
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def main() -> int:
-    """Be one of a command's further workers, to its end."""
-    from autotune.tune import tune
-
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        settings, place = pickle.load(sys.stdin.buffer)  # of the command that started this process
-        credentials.remember(settings.study.store)
-        tune(settings, place)
-    except AutotuneError as error:
-        print(credentials.masked(error.message), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except Exception:  # noqa: BLE001 - the process's edge: no traceback with a password in it
-        print(credentials.masked(traceback.format_exc()), file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -104,7 +104,7 @@ def test_an_interrupted_command_takes_its_other_workers_with_it(tmp_path: Path) 
     run = autotune(tmp_path, *SWEEP, "probe.parallel=2")
     run.until(" probe 1")
     deadline = time.monotonic() + 60
-    while not any("autotune.siblings" in process.cmdline() for process in run.living()):
+    while not any("autotune.sibling" in process.cmdline() for process in run.living()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     run.process.send_signal(signal.SIGINT)

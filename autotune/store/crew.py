@@ -10,19 +10,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, RowMapping, delete, func, insert, select, update
 
 from autotune.errors import InfraError, StoreError
 from autotune.store.claims import FINALS, MENDING, PROBE, Claim, Refused, give_back, standing, take
+from autotune.store.database import Database
 from autotune.store.engine import CONNECT_TIMEOUT_S, now
 from autotune.store.patience import Patience, patient
 from autotune.store.tables import claims, probes, workers
 from autotune.store.worker import Worker
-
-if TYPE_CHECKING:
-    from autotune.store.store import Store
 
 STALE_BEATS = 6
 """A worker that cannot be looked at counts as dead after it has missed so many heartbeats."""
@@ -66,7 +63,7 @@ class Crew:
         heartbeat_s: how often a worker says that it is there.
     """
 
-    def __init__(self, store: Store, study: str, family: str | None, heartbeat_s: float) -> None:
+    def __init__(self, store: Database, study: str, family: str | None, heartbeat_s: float) -> None:
         self._store, self._study, self._family = store, study, family or uuid.uuid4().hex
         self._alone = store.is_file
         self._beat_s = FILE_BEAT_S if self._alone else heartbeat_s

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, Engine, func, insert, inspect, select, update
+from sqlalchemy import URL, Connection, Engine, func, insert, select, update
 
 from autotune.candidate import Candidate
 from autotune.errors import SettingsError, StoreError
@@ -19,10 +17,9 @@ from autotune.machine.machine import Machine
 from autotune.probe.measurement import REUSABLE, Measurement
 from autotune.store.claims import Claim, ClaimLost, give_back, held
 from autotune.store.crew import Crew
-from autotune.store.engine import connect_args, make_folder, open_engine, parse_url, patiently, shown, writing
-from autotune.store.faults import missing_driver, missing_folder, store_faults
-from autotune.store.migrations import migrate, pending, version
-from autotune.store.patience import Answer, Patience, patient
+from autotune.store.database import Database
+from autotune.store.engine import connect_args, patiently
+from autotune.store.patience import patient
 from autotune.store.records import (
     ProbeRecord,
     StudyRecord,
@@ -32,7 +29,7 @@ from autotune.store.records import (
     probe_row,
     study_record,
 )
-from autotune.store.tables import claims, probes, schema, studies, workers
+from autotune.store.tables import claims, probes, studies, workers
 from autotune.store.worker import Worker
 from autotune.workload.workload import Workload
 
@@ -41,56 +38,18 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME = 255
 HEARTBEAT_S = 5.0
-MAKING = 0x73747564  # any constant but that of the migrations: workers that make a study together take turns
 
 
-class Store:
+class Store(Database):
     """An open database of studies. Every method is its own transaction and raises StoreError when that fails.
 
     A connection that is lost is made again, and what was asked is asked again, as long as `patience` lasts.
     """
 
     def __init__(self, url: URL, engine: Engine) -> None:
-        self._url = url
-        self._engine = engine
+        super().__init__(url, engine)
         self._optuna: RDBStorage | None = None
         self._crews: dict[str, Crew] = {}
-        self.patience = Patience()
-
-    @classmethod
-    def open(cls, url: str, *, create: bool = True) -> Store:
-        """Open a database, bringing its tables to the newest version.
-
-        Args:
-            url: SQLAlchemy URL of a SQLite file or a PostgreSQL database.
-            create: make what is missing; False for those who only read, so that a misspelt path makes no file.
-
-        Raises:
-            StoreError: the URL, the driver, the file, the folder or the server is not usable, or the database was
-                written by a newer version.
-        """
-        parsed = parse_url(url)
-        try:
-            if create:
-                make_folder(parsed)
-            elif parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").exists():
-                raise StoreError(f"there is no store at {shown(parsed)}", "name it with --store URL or AUTOTUNE_STORE")
-        except OSError as error:
-            raise missing_folder(parsed, error) from error
-        with store_faults(parsed):
-            try:
-                engine = open_engine(parsed)
-            except ImportError as error:
-                raise missing_driver(error) from error
-            with ExitStack() as unless_opened:
-                unless_opened.callback(engine.dispose)
-                if create:
-                    _refuse_strangers(engine, parsed)
-                    migrate(engine)
-                else:
-                    _check_readable(engine, parsed)
-                unless_opened.pop_all()
-        return cls(parsed, engine)
 
     def close(self) -> None:
         """Leave every study and close every connection, Optuna's too."""
@@ -101,32 +60,6 @@ class Store:
             self._optuna.engine.dispose()
             self._optuna = None
         self._engine.dispose()
-
-    @property
-    def is_file(self) -> bool:
-        """Whether the database is a SQLite file, on which one command works at a time."""
-        return self._url.get_backend_name() == "sqlite"
-
-    @property
-    def url(self) -> str:
-        """The database's URL as people and logs may see it."""
-        return shown(self._url)
-
-    def faults(self) -> store_faults:
-        """A context that turns the database's errors, also those that Optuna wraps, into StoreErrors."""
-        return store_faults(self._url)
-
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """A connection to read from."""
-        with self.faults(), self._engine.connect() as connection:
-            yield connection
-
-    @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """One transaction, committed at the end."""
-        with self.faults(), writing(self._engine) as connection:
-            yield connection
 
     # studies
 
@@ -282,23 +215,7 @@ class Store:
             self._crews[study] = Crew(self, study, family, heartbeat_s)
         return self._crews[study]
 
-    def lock_study(self, connection: Connection, study: str) -> None:
-        """Let no other transaction that locks the study begin before this one has ended."""
-        row = connection.execute(select(studies.c.name).where(studies.c.name == study).with_for_update()).first()
-        if row is None and not self.is_file:  # there is no row to lock yet, and two workers may be about to make it
-            connection.execute(select(func.pg_advisory_xact_lock(MAKING)))
-            connection.execute(select(studies.c.name).where(studies.c.name == study).with_for_update())
-
     # Optuna
-
-    def retry(self, ask: Callable[[], Answer]) -> Answer:
-        """What Optuna answers, asked again while the connection is lost; it must be the same when asked twice."""
-
-        def asked() -> Answer:
-            with self.faults():
-                return ask()
-
-        return self.patience.run(asked)
 
     def optuna_storage(self) -> RDBStorage:
         """Optuna's storage in the same database, the same object at every call.
@@ -334,23 +251,6 @@ def _is_empty(connection: Connection, study: str) -> bool:
     if any(other.is_seen() is not False and other.pid != os.getpid() for other in others):
         return False
     return connection.execute(select(probes.c.trial).where(probes.c.study == study).limit(1)).first() is None
-
-
-def _refuse_strangers(engine: Engine, url: URL) -> None:
-    """Leave a database alone whose alembic version is another program's: Optuna could not keep its own beside it."""
-    names = set(inspect(engine).get_table_names())
-    if "alembic_version" in names and not names & {schema.name, "version_info"}:
-        raise StoreError(
-            f"{shown(url)} holds the tables of another program", "name another database with study.store=…"
-        )
-
-
-def _check_readable(engine: Engine, url: URL) -> None:
-    with engine.connect() as connection:
-        if version(connection) == 0:
-            raise StoreError(f"{shown(url)} holds no studies of autotune", "name the store with --store URL")
-        if pending(connection):
-            raise StoreError(f"{shown(url)} was written by an older autotune", "any sweep in it brings it up to date")
 
 
 def _refuse_another(known: StudyRecord, workload: Workload, machine: Machine) -> None:
