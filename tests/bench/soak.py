@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from autotune.probe.measurement import Outcome
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
-from autotune.probe.torchrun.procfs import pss_bytes
 from autotune.settings import compose_settings
 from tests.probe.torchrun.conftest import PLAIN, QUICK
 from tests.probe.torchrun.trouble import below
@@ -29,7 +30,7 @@ class Held:
     """What the three long-lived processes hold after a probe.
 
     Attributes:
-        memory: process → private and shared-out resident memory (PSS), bytes.
+        memory: process → resident anonymous memory, bytes: files' pages come and go with what others map.
         files: process → open file descriptors.
         zombies: dead children that nobody has reaped.
     """
@@ -48,10 +49,17 @@ def held() -> Held:
     }
     children = psutil.Process().children(recursive=True)
     return Held(
-        memory={name: pss_bytes(process.pid) for name, process in processes.items()},
+        memory={name: anonymous_bytes(process.pid) for name, process in processes.items()},
         files={name: process.num_fds() for name, process in processes.items()},
         zombies=sum(child.status() == psutil.STATUS_ZOMBIE for child in children),
     )
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Anonymous of /proc/PID/smaps_rollup."""
+    found = re.search(r"^Anonymous:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def soak(probes: int) -> list[Held]:
