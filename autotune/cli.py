@@ -55,9 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         if debug:
             _trace()
-        again = shlex.join(["python", "-m", "autotune", *given, *credentials.moved])
+        again = shlex.join(["python", "-m", "autotune", *given])
         sweep = not given or given[0] not in VERBS or given[0] == "tune"
-        _say("interrupted", f"everything measured is saved; `{again}` goes on where this stopped" * sweep)
+        store = f", with {credentials.VARIABLE} as the URL that was given here," * bool(credentials.moved)
+        _say("interrupted", f"everything measured is saved; `{again}`{store} goes on where this stopped" * sweep)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the process's edge: what nobody expected is told in a sentence
         if debug:

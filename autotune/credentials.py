@@ -21,7 +21,7 @@ _MOVED = "AUTOTUNE_STORE_MOVED"
 
 _SECRET_VARIABLES = (VARIABLE, _MOVED, "PGPASSWORD")
 _MASK = "***"
-_USER_INFO = re.compile(r"(://[^\s:/@?#'\"]*:)[^\s/?#'\"]*(?=@)")
+_USER_INFO = re.compile(r"(://[^\s:/@?#'\"]*:)[^\s'\"]*(?=@)")
 _QUERY = re.compile(r"((?:^|[?&\s])(?:ssl)?password=)[^\s&'\"]+", re.IGNORECASE)
 _OVERRIDE = re.compile(r"\+{0,2}study\.store=")
 _known: set[str] = set()

@@ -15,6 +15,16 @@ _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _REAP_S = 5.0
 
 
+def this_place() -> str:
+    """Where processes are seen: this boot of this kernel and this process namespace.
+
+    Host names will not do: containers share one without seeing each other's processes, and machines from one image
+    may have the same.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """One process, for as long as the machine is up.

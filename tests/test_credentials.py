@@ -125,6 +125,7 @@ def test_a_password_where_it_cannot_be_moved_from_is_refused(tmp_path: Path) -> 
         "postgresql+psycopg://u:c0rrect%20h0rse%2Fb%40ttery@h:5432/db?sslmode=require",
         "postgresql://h/db?user=u&password=c0rrect%20h0rse%2Fb%40ttery&sslmode=require",
         "postgresql://h/db?sslpassword=c0rrect+h0rse%2Fb%40ttery",
+        "postgresql://u:c0rrect h0rse/b@ttery@h:5432/db",  # not encoded, as people write it
         "could not connect: password=c0rrect+h0rse/b@ttery host=h",
         "'c0rrect h0rse/b@ttery' is what libpq was given",
     ],

@@ -13,6 +13,7 @@ from autotune.report.notes import parity, remarks
 from autotune.report.prediction import ESTIMATE, PROMISE, print_phases
 from autotune.report.ratio import throughput_ratio
 from autotune.report.units import gib, percent, seconds, throughput, tokens
+from autotune.search.history import SLOW_MACHINE
 from autotune.search.referee import PARITY
 from autotune.search.result import Counts, Result
 from autotune.store.records import ProbeRecord
@@ -44,7 +45,10 @@ def print_summary(out: TextIO, machine: Machine, result: Result, ledger: str, fi
         lines += _about("baseline", reference, machine, names, "the untuned default")
     lines += [f"gain       {gain(result)}", *_batches(winner, reference, machine)]
     lines += _parity(result)
-    lines += [f"{'note':<11}{note}" for note in remarks(winner.measurement)]
+    notes = remarks(winner.measurement)
+    if reference.key != winner.key and (slower := reference.measurement.detail.get(SLOW_MACHINE)):
+        notes.append(f"What it is compared with was measured when the machine was {percent(slower)} slower than usual.")
+    lines += [f"{'note':<11}{note}" for note in notes]
     lines.append("")
     out.write("\n".join(lines) + "\n")
     if predicted:

@@ -277,7 +277,7 @@ class Measurer:
         """Keep elsewhere what the store does not take, where a process was started for it."""
         if row["inferred"] or row["reused"]:
             return
-        path = spool.keep(self._settings.study_dir, row, claim)
+        path = spool.keep(self._settings.study_dir, row, claim, digests(self._settings))
         kept = f"what was measured last is kept in {path}, and the same command takes it in"
         if isinstance(error, StoreError):
             raise StoreError(error.message, f"{kept}; {error.hint}") from error
@@ -320,3 +320,8 @@ def _gave_up(record: ProbeRecord) -> InfraError:
 def _plain(message: str | None) -> str | None:
     """A message without the addresses that differ from process to process."""
     return re.sub(r"0x[0-9a-fA-F]+", "0x…", message) if message else None
+
+
+def digests(settings: Settings) -> dict[str, str]:
+    """What tells a study's measurements from those of another of its name."""
+    return {"workload": settings.workload.digest, "machine": settings.machine.fingerprint}

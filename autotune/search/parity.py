@@ -92,7 +92,7 @@ def compare(mine: Trace, reference: Trace) -> Parity:
         return unknown("too few steps were recorded to compare losses", tolerance)
     losses = [difference(a, b) for a, b in zip(mine.losses, reference.losses, strict=False)]
     pairs = list(zip(mine.norms, reference.norms, strict=False))
-    norms = [difference(a, b) if a and b and math.isfinite(a + b) else None for a, b in pairs]
+    norms = [difference(a, b) if a is not None and b is not None else None for a, b in pairs]
     later = [norm for norm in norms[1:] if norm is not None]
     seen = {
         "first_loss": losses[0],

@@ -19,7 +19,7 @@ from autotune.search import finals, misses, outcomes
 from autotune.search.budget import Budget
 from autotune.search.history import History, speed
 from autotune.search.idle import Idle
-from autotune.search.measurer import Measurer, TryAgain, Turn
+from autotune.search.measurer import Measurer, TryAgain, Turn, digests
 from autotune.search.observer import Observer, Overview
 from autotune.search.referee import Referee
 from autotune.search.result import Counts, Result
@@ -106,7 +106,7 @@ class Search:
             self._crew.join()  # before anything of a study that another process tunes is touched
             try:
                 self._store.open_study(self._study, self._settings.workload, self._settings.machine)
-                if taken := spool.take_in(self._settings.study_dir, self._store):
+                if taken := spool.take_in(self._settings.study_dir, self._store, digests(self._settings)):
                     self._observer.waiting(f"{taken} measurements that an earlier run kept in a file are in the store")
                 self._budget.begin()
                 self._store.set_baseline(self._study, self._space.baseline.key)
@@ -184,8 +184,13 @@ class Search:
         """How things stand with the other workers; nobody joins one command on a file, so one look is enough there."""
         if self._alone:
             return NOBODY
-        view = self._crew.look()
+        view = self._mourned(self._crew.look())
         self._alone = self._store.is_file and self._settings.probe.parallel == 1 and not view.orphans
+        return view
+
+    def _mourned(self, view: View) -> View:
+        for name in view.buried:
+            self._observer.waiting(f"worker {name} has died; what it was at is tried once more")
         return view
 
     def _recover(self, *, over: bool = False) -> None:
@@ -306,7 +311,8 @@ class Search:
     def _outside_waits(self, view: View) -> bool:
         """Whether the baseline lies outside of the space and nobody has come to it."""
         outside = self._outside
-        return outside is not None and outside.key not in view.taken and not self._history.settled(outside)
+        open_to_all = outside is not None and outside.key not in view.taken and not self._history.settled(outside)
+        return open_to_all and self._budget.left(self._history) > 0
 
     def _ended(self) -> bool:
         self._reason = self._budget.ended(self._history, untried=self._untried.first() is not None)
@@ -327,17 +333,17 @@ class Search:
         while True:
             claim = self._crew.claim_finals()
             if claim is None:
-                if self._crew.look().buried:
+                if self._mourned(self._crew.look()).buried:
                     return None
                 idle.wait("waiting for other workers to end their search or their finals")
                 continue
             try:
                 self._recover(over=True)
-                return self._finals(claim)
+                result = self._finals(claim)
+                self._crew.release(claim)  # where they come to nothing, leaving gives it back
+                return result
             except ClaimLost:
                 self._observer.waiting("other workers took this one for dead, and the finals over")
-            finally:
-                self._crew.release(claim)
 
     def _finals(self, claim: Claim) -> Result:
         history, machine, baseline = self._history, self._settings.machine, self._space.baseline

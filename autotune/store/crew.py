@@ -40,17 +40,17 @@ class View:
         in_flight: how many of them for this sweep.
         orphans: claims on candidates whose workers are gone.
         neighbours: other workers on this machine.
-        buried: whether somebody was found dead just now.
+        buried: workers that were found dead just now, as `host:pid`.
     """
 
     taken: frozenset[str]
     in_flight: int
     orphans: tuple[Claim, ...]
     neighbours: int
-    buried: bool
+    buried: tuple[str, ...]
 
 
-NOBODY = View(frozenset(), 0, (), 0, buried=False)
+NOBODY = View(frozenset(), 0, (), 0, buried=())
 
 
 class Crew:
@@ -213,7 +213,7 @@ class Crew:
             in_flight=sum(sweep == self._sweep for _, sweep in theirs),
             orphans=tuple(claim for claim, _, there in mine if not there),
             neighbours=sum(row["place"] == self.me.place for row in others),
-            buried=bool(dead),
+            buried=tuple(str(Worker.of(row)) for row in dead),
         )
 
     @patient
@@ -298,10 +298,8 @@ class Crew:
         while (claim := self._claim_mending()) is None:
             self.look()  # who had it may be dead
             time.sleep(_POLL_S)
-        try:
-            yield
-        finally:
-            self.release(claim)
+        yield
+        self.release(claim)  # where it comes to nothing, leaving gives it back
 
     @patient
     def _claim_mending(self) -> Claim | None:

@@ -136,7 +136,8 @@ def _of_database(url: URL, error: SQLAlchemyError) -> StoreError:
     text = credentials.masked(lines[0] if lines else type(error).__name__)
     hint = _POSTGRES.get(
         getattr(original, "sqlstate", None) or "",
-        "see that the server runs and is reachable from here, then run the same command again; what is stored is kept",
+        "see that the server runs and can be reached, and that user, password and database in the URL are right "
+        "(a password with special characters is percent-encoded); what is stored is kept",
     )
     kind = ConnectionLost if url.get_backend_name() == "postgresql" and _is_passing(error) else StoreError
     return kind(f"the store {shown(url)} failed: {text}", hint)

@@ -6,22 +6,11 @@ import os
 import socket
 import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import RowMapping
 
-from autotune.process import Identity
-
-
-def this_place() -> str:
-    """Where processes are seen: this boot of this kernel and this process namespace.
-
-    Host names will not do: containers share one without seeing each other's processes, and machines from one image
-    may have the same.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+from autotune.process import Identity, this_place
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,6 +273,22 @@ def test_a_list_that_fits_the_budget_only_without_the_outside_baseline_is_sample
     assert (overview.sampler, overview.candidates, len(sweeper.probed)) == ("tpe", 2, 2)
 
 
+def test_a_spent_budget_ends_a_sweep_though_its_outside_baseline_is_open_again(
+    sweeper: Any, settings: Make, formula: Callable[[Candidate], Measurement]
+) -> None:
+    def pinned(probes: int) -> Settings:
+        made = settings(zero_stage=[2], micro_batch=[1, 2, 4], checkpoint_blocks="all")
+        made.budget.probes = probes
+        return made
+
+    baseline = Space(pinned(3)).baseline
+    sweeper.table = lambda candidate: crashed() if candidate == baseline else formula(candidate)
+    assert sweeper.run(pinned(3))
+    later = pinned(2)
+    later.probe.steps += 1  # a failure under another protocol settles nothing
+    assert sweeper.run(later).reason == "budget.probes=2 is spent"
+
+
 def test_a_running_tuner_is_not_joined(sweeper: Any, settings: Make, url: str) -> None:
     sweeper.run(settings())
     known = sweeper.store.study("formula-table-1x8")

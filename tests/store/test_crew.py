@@ -20,14 +20,14 @@ from autotune.candidate import Candidate
 from autotune.errors import InfraError, SettingsError, StoreError
 from autotune.machine.machine import Machine
 from autotune.probe.measurement import Measurement, Outcome
-from autotune.process import Identity
+from autotune.process import Identity, this_place
 from autotune.store import crew as crew_module
 from autotune.store.claims import Claim, ClaimLost, Refused
 from autotune.store.crew import Crew
 from autotune.store.engine import now
 from autotune.store.store import Store
 from autotune.store.tables import workers
-from autotune.store.worker import Worker, this_place
+from autotune.store.worker import Worker
 from autotune.workload.workload import Workload
 from tests.postgres import Server
 
@@ -312,7 +312,7 @@ def test_a_process_that_is_gone_is_dead_at_once_and_a_silent_one_is_not(
     one = crews()
     enter(**living(neighbour), silent_s=1e6)
     view = one.look()
-    assert (view.buried, view.neighbours) == (False, 1)
+    assert (view.buried, view.neighbours) == ((), 1)
     enter(**gone())
     assert one.look().buried
 

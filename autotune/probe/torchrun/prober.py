@@ -278,10 +278,17 @@ def _detail(directory: Path, verdict: Verdict, evidence: Evidence) -> dict[str, 
         detail["trace"] = verdict.trace
     else:
         logs = sorted(directory.glob(f"logs/**/{verdict.rank or 0}/stderr.log")) + sorted(directory.glob("agent*.log"))
-        tails = [text[-4000:] for log in logs if (text := log.read_text(errors="replace").strip())]
+        tails = [text for log in logs if (text := _tail(log))]
         if tails:
             detail["stderr"] = tails[0]
     return detail
+
+
+def _tail(log: Path) -> str:
+    """The end of a log, which may be of any length."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4000))
+        return file.read().decode(errors="replace").strip()
 
 
 def _kernel_kills() -> int:

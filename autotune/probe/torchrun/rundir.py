@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autotune.process import Identity
+from autotune.process import Identity, this_place
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "autotune-probe-"
@@ -25,7 +26,7 @@ def run_directory() -> Iterator[Path]:
         OSError: none can be made.
     """
     here = Identity.here()
-    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{here.pid}-{here.started}-"))
+    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{_place()}-{here.pid}-{here.started}-"))
     try:
         yield directory
     finally:
@@ -33,12 +34,16 @@ def run_directory() -> Iterator[Path]:
 
 
 def remove_stale() -> None:
-    """Remove the run directories that killed processes of this user left behind."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
-        pid, started, *_ = directory.name.removeprefix(_PREFIX).split("-")
-        ours = directory.stat().st_uid == os.getuid()
-        if ours and pid.isdecimal() and started.isdecimal() and not Identity(int(pid), int(started)).alive():
-            shutil.rmtree(directory, ignore_errors=True)
+    """Remove the run directories that killed processes left behind, those whose processes could be seen from here."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{_place()}-*-*-*"):
+        _, pid, started, *_ = directory.name.removeprefix(_PREFIX).split("-")
+        if pid.isdecimal() and started.isdecimal() and not Identity(int(pid), int(started)).alive():
+            shutil.rmtree(directory, ignore_errors=True)  # another user's it cannot, another tuner may be quicker
+
+
+def _place() -> str:
+    """Eight digits that are equal for processes that see each other: containers may share a temporary folder."""
+    return hashlib.sha256(this_place().encode()).hexdigest()[:8]
 
 
 def full_place() -> str | None:

@@ -72,7 +72,7 @@ def judge(evidence: Evidence) -> Verdict:
     if told:
         cause = min(told, key=lambda r: (not str(r.failure).startswith("oom"), r.at))
         return Verdict(Outcome(str(cause.failure)), _phase(cause.phase), cause.rank, cause.message, cause.trace)
-    if evidence.results and not failed and None not in evidence.results and not evidence.timed_out:
+    if evidence.results and not failed and None not in evidence.results:
         stopped = any(r is not None and r.stopped for r in evidence.results)
         return Verdict(Outcome.STOPPED if stopped else Outcome.OK)
     if evidence.host_full is not None:

@@ -12,6 +12,8 @@ from autotune.process import Identity, kill_session
 
 BEGIN_S = 120.0
 """Ranks that have not begun by then never will, seconds: a cold one imports for 15 s on an idle machine."""
+DONE_S = 10.0
+"""Ranks that have all left their results have so long to end, seconds: giving back a CUDA context takes some."""
 GRACE_S = 6.0
 """After the ranks are gone or killed, the agent has so long to say so before it is killed too, seconds."""
 VANISHED_S = 1.0
@@ -41,6 +43,7 @@ class Watch:
         self._processes: dict[int, Identity] = {}
         self._killed_at: float | None = None
         self._gone: tuple[int, float] | None = None
+        self._done_at: float | None = None
         spec = ProbeSpec.read(directory / "spec.json")
         self._local = spec.machine.devices_per_node
         self._host = HostMemory(spec.host_limit_bytes, reserve_bytes(spec.host_reserve_gib))
@@ -57,8 +60,8 @@ class Watch:
     def overdue(self) -> bool:
         """Kill the ranks where they will not come to an end by themselves; True when their agent outlives that.
 
-        That is: at the deadline, when the host's memory is full, when one of them is gone without a word, when none
-        has begun in time, and when their run directory is gone.
+        That is: at the deadline, when the host's memory is full, when one of them is gone without a word, when not
+        all have begun in time, when all have told their results and do not end, and when their run directory is gone.
         """
         now = time.monotonic()
         if self._killed_at is not None:
@@ -71,11 +74,17 @@ class Watch:
         elif not self._directory.exists():
             self.trouble = f"the run directory was deleted under the probe ({self._directory})"
             self.kill()
-        elif not self._processes and now > self._began + BEGIN_S:
-            self.trouble = f"no rank had begun after {BEGIN_S:.0f} s"
+        elif len(self._processes) < self._local and now > self._began + BEGIN_S:
+            some = "not every rank had" if self._processes else "no rank had"
+            self.trouble = f"{some} begun after {BEGIN_S:.0f} s"
             self.kill()
         elif self._host.look(self._running()):
             self.kill()
+        elif self._done_at is not None:
+            if now > self._done_at + DONE_S:  # they have nothing more to do, and something keeps them from ending
+                self.kill()
+        elif self._all_told():
+            self._done_at = now
         elif self._gone is None:
             rank = self._missing()  # the first to go: its peers may follow before the agent has told
             self._gone = (rank, now) if rank is not None else None
@@ -117,6 +126,11 @@ class Watch:
     def _running(self) -> dict[int, int]:
         """Rank → process, of those that are there."""
         return {rank: process.pid for rank, process in self._processes.items() if process.alive()}
+
+    def _all_told(self) -> bool:
+        """Whether every rank of this node has left its result."""
+        told = (RankResult.read(self._directory, rank) is not None for rank in self._processes)
+        return len(self._processes) == self._local and all(told)
 
     def _missing(self) -> int | None:
         """A rank that has begun, is no more, and left no result; None where there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,20 @@ class Fault:
         limit.write_text(str(HOST_LIMIT))
         (group / "cgroup.procs").write_text(str(os.getpid()))
         bytearray(2 * HOST_LIMIT)
+
+    def told(self) -> None:
+        """Be killed just after the result is written: torch's agent waits for more than that."""
+        whole = RankResult.write
+
+        def write(result: RankResult, directory: str | Path) -> None:
+            whole(result, directory)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        RankResult.write = write  # type: ignore[method-assign]
+
+    def thread(self) -> None:
+        """Leave a thread behind that never ends."""
+        threading.Thread(target=time.sleep, args=(600,)).start()
 
     def torn(self) -> None:
         """Write half of the result and be gone."""

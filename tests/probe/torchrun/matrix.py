@@ -52,6 +52,8 @@ MATRIX = [
     Row("not_finite", Phase.FORWARD, "a loss that is NaN", Outcome.DIVERGED, Phase.FORWARD, "is nan"),
     Row("not_finite", Phase.BACKWARD, "gradients that are NaN", Outcome.DIVERGED, Phase.BACKWARD, "skipped 40 steps"),
     Row("torn", Phase.LOAD, "a truncated result file", Outcome.INFRA, None, "rank 1 could not write its result"),
+    Row("told", Phase.STEP, "SIGKILL after the result is written", Outcome.OK, None),
+    Row("thread", Phase.STEP, "a thread that never ends", Outcome.OK, None),
     Row("clock_set_back", Phase.FORWARD, "the clock set back an hour", Outcome.OK, None),
     Row("says_error", Phase.FORWARD, 'stderr that says "Error"', Outcome.OK, None),
     Row("refuses", Phase.INIT, "DeepSpeed refuses the config", Outcome.INVALID, Phase.INIT, "ValueError"),

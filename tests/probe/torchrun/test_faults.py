@@ -13,6 +13,7 @@ from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun import watch
 from autotune.probe.torchrun.launcher import Launcher
 from autotune.probe.torchrun.prober import TorchrunProber
+from autotune.probe.torchrun.rundir import run_directory
 from autotune.process import Identity
 from autotune.workload.phase import Phase
 
@@ -158,12 +159,13 @@ class TestOurOwnTrouble:
         assert prober.probe(ProbeRequest(PLAIN, 1)).outcome is Outcome.OK
 
     def test_run_directories_of_killed_tuners_are_removed(self, launcher: Launcher, runs: Path) -> None:
-        living = Identity.here()
-        for name in (f"autotune-probe-{living.pid}-{living.started}-x", "autotune-probe-1-1-x", "autotune-probe-mine"):
-            (runs / name).mkdir()
-        TorchrunProber(settings(), launcher)
-        left = {path.name for path in runs.iterdir()}
-        assert left == {f"autotune-probe-{living.pid}-{living.started}-x", "autotune-probe-mine"}
+        with run_directory() as living:
+            killed = living.with_name(living.name.replace(f"-{Identity.here().started}-", "-1-"))
+            elsewhere = "autotune-probe-12345678-1-1-x"  # of a container that shares the temporary folder
+            for name in (killed.name, elsewhere, "autotune-probe-mine"):
+                (runs / name).mkdir()
+            TorchrunProber(settings(), launcher)
+            assert {path.name for path in runs.iterdir()} == {living.name, elsewhere, "autotune-probe-mine"}
 
 
 SMALL = (
