@@ -10,10 +10,11 @@ from autotune.probe.torchrun.describe import describe
 from autotune.settings import compose_settings
 from autotune.workload.workload import Workload
 
+pytestmark = pytest.mark.probes
+
 BLOCKS = """
 from torch import nn
 
-pytestmark = pytest.mark.probes
 
 class Block(nn.Module):
     def __init__(self, names):

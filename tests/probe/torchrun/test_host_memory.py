@@ -20,11 +20,12 @@ from autotune.workload.phase import Phase
 
 from .conftest import PLAIN, Probe
 
+pytestmark = pytest.mark.probes
+
 MB = 1_000_000
 EATER = """
 import sys, time
 
-pytestmark = pytest.mark.probes
 for line in sys.stdin:
     kept = globals().setdefault("kept", [])
     kept.append(b"x" * int(line))
