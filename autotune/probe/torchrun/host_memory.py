@@ -76,7 +76,7 @@ class HostMemory:
         if self.full is not None or not ranks:
             return self.full is not None
         now = time.monotonic()
-        if now > self._families_at + FAMILY_S:
+        if now > self._families_at + FAMILY_S or ranks.keys() != self._families.keys():
             self._families = {rank: family(pid) for rank, pid in ranks.items()}
             self._families_at = now
         held = {rank: sum(map(resident_bytes, self._families.get(rank, [pid]))) for rank, pid in ranks.items()}
@@ -89,6 +89,7 @@ class HostMemory:
         left = self._available()
         if left < self._reserve or 0 < self._limit < self.peak_bytes:
             self.peak_bytes += max(resident - self._counted, 0)  # since shared pages were last counted
+            self._families = {rank: family(pid) for rank, pid in ranks.items()}  # children born since are ours too
             self.full = self._judge(held, left)
         return self.full is not None
 

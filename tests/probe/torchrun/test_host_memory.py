@@ -136,6 +136,17 @@ class TestGuard:
         assert not memory.full.ours
         assert "full with someone else's work" in memory.full.message
 
+    def test_a_rank_that_begins_after_the_first_look_is_no_neighbour(self, eater: Callable[..., Eater]) -> None:
+        early, late = eater(EATER), eater(EATER)
+        memory = HostMemory(0, 500 * MB, host_of(early, late, left=800 * MB))
+        assert not memory.look({0: early.pid})
+        assert not memory.look({0: early.pid, 1: late.pid})
+        late.eat(320 * MB)
+        assert memory.look({0: early.pid, 1: late.pid})
+        assert memory.full is not None
+        assert memory.full.ours
+        assert memory.full.rank == 1
+
     def test_of_a_host_that_was_full_before_blames_nobody_here(self, eater: Callable[..., Eater]) -> None:
         memory = HostMemory(0, 500 * MB, lambda: 400 * MB)
         assert memory.look({0: eater(EATER).pid})
