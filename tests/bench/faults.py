@@ -77,6 +77,7 @@ class Bench:
         self._store = Store.open(f"sqlite:///{folder / 'autotune.db'}")
         plain = compose_settings(self._overrides)
         self._store.open_study(STUDY, plain.workload, plain.machine)
+        self._before = len(self._store.probes(STUDY))
         self.made = 0
 
     def fault(self, row: Row, happens: Happening | None = None, before: Happening = lambda runs: None) -> Found:
@@ -104,7 +105,7 @@ class Bench:
 
     def lost(self) -> int:
         """Trials that the store does not have."""
-        return self.made - len(self._store.probes(STUDY))
+        return self.made - (len(self._store.probes(STUDY)) - self._before)
 
     def close(self) -> None:
         """End what is kept."""

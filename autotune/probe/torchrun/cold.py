@@ -46,13 +46,14 @@ class Cold:
             while agent.poll() is None and not watch.overdue():
                 time.sleep(0.05)
         finally:
+            ended_here = watch.ended  # else the agent's end was its own
             kill_session(agent.pid)
             agent.wait()
             watch.kill()
         try:
             report: AgentReport = json.loads((spec_path.parent / "agent.json").read_text())
         except (OSError, ValueError):
-            error = None if watch.ended else "torchrun ended without a report"
+            error = None if ended_here else "torchrun ended without a report"
             report = {"exit_codes": {}, "error": error}
         return watch.report(report)
 
