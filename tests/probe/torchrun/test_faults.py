@@ -12,7 +12,7 @@ from autotune.probe.measurement import Measurement, Outcome
 from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun import watch
 from autotune.probe.torchrun.launcher import Launcher
-from autotune.probe.torchrun.prober import TorchrunProber
+from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
 from autotune.probe.torchrun.rundir import run_directory
 from autotune.process import Identity
 from autotune.workload.phase import Phase
@@ -23,6 +23,7 @@ from .trouble import (
     Happening,
     confined,
     delete_run_directory,
+    kill_agent,
     kill_fork_server,
     kill_host,
     once_marked,
@@ -144,6 +145,17 @@ class TestOurOwnTrouble:
         assert message in str(measured.message)
         assert measured.wall_s < 20 + 10
         assert probe(PLAIN).outcome is Outcome.OK
+
+    def test_a_killed_torchrun_of_the_cold_launcher(
+        self, monkeypatch: pytest.MonkeyPatch, runs: Path, tmp_path: Path
+    ) -> None:
+        monkeypatch.chdir(Path(__file__).parent)
+        mark = tmp_path / "mark"
+        model = ["model=custom", "model.factory=faulty:build", f"+model.args={{fault:hang,mark:{mark}}}"]
+        mine = settings(*model, "launcher=cold", "probe.deadline_s=60")
+        with once_marked(mark, kill_agent, runs):
+            measured = TorchrunProber(mine, make_launcher(mine)).probe(ProbeRequest(PLAIN, 1))
+        assert (measured.outcome, measured.message) == (Outcome.INFRA, "torchrun ended without a report")
 
     def test_a_fork_server_that_forks_no_more(
         self, launcher: Launcher, runs: Path, monkeypatch: pytest.MonkeyPatch
