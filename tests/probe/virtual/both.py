@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -66,15 +67,29 @@ def real(case: dict[str, Any], rank: int, folder: Path) -> Tape:
 
 
 def settle(work: Any) -> None:
-    """After a wait, give gloo's threads the time to let go of the tensors, so that deaths come in a fixed order."""
+    """After a wait, have gloo's threads let go of the tensors, so that deaths come in a fixed order.
+
+    A wait returns while the thread that did the work may still hold it, for as long as its processor is another's: so
+    it is over only when no other thread of this process runs or could.
+    """
     wait = work.wait
 
     def patient(self: Any, *args: Any) -> Any:
         done = wait(self, *args)
-        time.sleep(0.002)
+        quiet = 0
+        while quiet < 2:  # a thread that waits for a lock for a moment looks like an idle one
+            time.sleep(0.001)
+            quiet = 0 if others_run() else quiet + 1
         return done
 
     work.wait = patient
+
+
+def others_run() -> bool:
+    """Whether a thread of this process other than the caller's does something or would, had it a processor."""
+    own = str(threading.get_native_id())
+    stats = (task / "stat" for task in Path("/proc/self/task").iterdir() if task.name != own)
+    return any(stat.read_text().rpartition(")")[2].split()[0] != "S" for stat in stats)
 
 
 def virtual(case: dict[str, Any], rank: int) -> Tape:
