@@ -34,7 +34,7 @@ cluster: ## the Slurm and the sshd that tests start for themselves; installed wh
 	    apt-get install -qq -y slurmctld slurmd slurm-client munge openssh-server openssh-client; break; }; done
 
 test: install lint postgres cluster ## every test
-	$(BIN)/python -m pytest -m 'not probes' --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m 'not probes' --numprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest -m probes
 
 lint: install

@@ -78,7 +78,7 @@ def settle(work: Any) -> None:
         done = wait(self, *args)
         quiet = 0
         while quiet < 2:  # a thread that waits for a lock for a moment looks like an idle one
-            time.sleep(0.001)
+            time.sleep(0.0003)
             quiet = 0 if others_run() else quiet + 1
         return done
 
