@@ -11,11 +11,11 @@ import json
 import multiprocessing
 import os
 import sys
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from autotune.probe.torchrun import describe, preload
-from autotune.probe.torchrun.agent import launch
 from autotune.process import Identity, adopt_orphans, children, end_orphans
 
 
@@ -31,6 +31,9 @@ def main() -> None:
     adopt_orphans()
     os.environ[preload.FORK_SERVER] = "1"
     multiprocessing.set_forkserver_preload([preload.__name__])
+    forkserver.ensure_running()
+    from autotune.probe.torchrun.agent import launch  # imports torch; so does the fork server meanwhile
+
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     first = context.Process(target=_first_rank, args=(theirs,))

@@ -11,6 +11,7 @@ import fcntl
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +32,23 @@ def tell(status: str) -> None:
 def prepare(operations: bool) -> None:
     """Import what ranks import, then compile and load DeepSpeed's operations where asked to."""
     tell("importing torch, DeepSpeed and transformers")
-    _ask_processor_once()
-    for module in (
-        "deepspeed",
-        "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler, which DeepSpeed does late
-        "torch._inductor.compile_fx",
-        "transformers.models.auto.modeling_auto",
-        "autotune.probe.torchrun.worker",
-        "autotune.probe.torchrun.meters",
-        "autotune.probe.torchrun.pace",
-        "autotune.workload.build",
-        "autotune.workload.checkpointing",
-        "autotune.workload.step",
-    ):
-        importlib.import_module(module)
-    if model_type := os.environ.get(MODEL_TYPE):
-        with contextlib.suppress(ImportError):  # a type whose module has another name is imported by the ranks
-            importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    with _processor_asked_once():
+        for module in (
+            "deepspeed",
+            "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler, which DeepSpeed does late
+            "torch._inductor.compile_fx",
+            "transformers.models.auto.modeling_auto",
+            "autotune.probe.torchrun.worker",
+            "autotune.probe.torchrun.meters",
+            "autotune.probe.torchrun.pace",
+            "autotune.workload.build",
+            "autotune.workload.checkpointing",
+            "autotune.workload.step",
+        ):
+            importlib.import_module(module)
+        if model_type := os.environ.get(MODEL_TYPE):
+            with contextlib.suppress(ImportError):  # a type whose module has another name is imported by the ranks
+                importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     with _compiling() if operations else contextlib.nullcontext():
         for builder in _builders() if operations else []:
             name = builder().name
@@ -57,12 +58,18 @@ def prepare(operations: bool) -> None:
     tell("ready")
 
 
-def _ask_processor_once() -> None:
-    """DeepSpeedCPUAdam asks for the processor's name at every start, through programs that take a second."""
+@contextlib.contextmanager
+def _processor_asked_once() -> Iterator[None]:
+    """DeepSpeedCPUAdam asks for the processor's name at every start; the programs that know it take a second.
+
+    They are run beside what is done here, and every rank has their answer.
+    """
     import cpuinfo
 
-    answer = cpuinfo.get_cpu_info()
-    cpuinfo.get_cpu_info = lambda: dict(answer)
+    with ThreadPoolExecutor(1) as beside:
+        answer = beside.submit(cpuinfo.get_cpu_info)
+        yield
+    cpuinfo.get_cpu_info = lambda: dict(answer.result())
 
 
 def _builders() -> list[Callable[[], Any]]:
