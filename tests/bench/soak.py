@@ -23,6 +23,7 @@ PROBES = 200
 SETTLED = 10
 """Probes before growth counts: caches fill, modules that are imported late come in."""
 MOST = 0.05
+SMALL = ("model.config.num_hidden_layers=1", "model.config.hidden_size=32", "model.config.intermediate_size=64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def soak(probes: int) -> list[Held]:
-    """Probe a plain candidate so many times and look after each."""
-    settings = compose_settings(QUICK)
+    """Probe a plain candidate so many times and look after each; the ranks' own memory goes with them."""
+    settings = compose_settings([*QUICK, *SMALL])
     prober = TorchrunProber(settings, make_launcher(settings))
     looks = []
     try:

@@ -39,7 +39,7 @@ SWEEP = (
     *PLAIN,
     *("launcher=slurm", "machine.nodes=2", "machine.devices_per_node=1", "probe.threads=1"),
     *("probe.steps=1", "probe.confirm_steps=1", "probe.warmup_steps=1", "objective.finalists=1"),
-    *("space.micro_batch=2", "space.zero_stage=1", "launcher.sbatch_args='--nodelist n3,n4'"),
+    *("space.micro_batch=1", "space.zero_stage=1", "launcher.sbatch_args='--nodelist n3,n4'"),
 )
 NODE_PROGRAM = """
 import os, sys
