@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,3 +103,11 @@ def autotune(folder: Path, *arguments: str, **environ: str) -> Run:
 def python(folder: Path, code: str, *arguments: str, **environ: str) -> Run:
     """Start a piece of Python."""
     return start([sys.executable, "-c", code, *arguments], folder, **environ)
+
+
+def wait_for(happens: Callable[[], object], within_s: float = 60.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + within_s
+    while not happens():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.1)

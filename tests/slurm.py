@@ -12,12 +12,13 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.commands import wait_for
 
 CONFIG = """
 ClusterName=test
@@ -77,14 +78,6 @@ class Slurm:
         """The running steps of that name."""
         lines = self.ask("squeue", "--steps", "--noheader", "--format=%i %j").splitlines()
         return [line.split()[0] for line in lines if line.split()[1] == name]
-
-
-def wait_for(happens: object, within_s: float = 60.0) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + within_s
-    while not happens():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.commands import MARK
-from tests.slurm import free_ports, wait_for
+from tests.commands import MARK, wait_for
+from tests.slurm import free_ports
 
 CONFIG = """
 Port {port}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, Engine, func, insert, select, update
+from sqlalchemy import URL, Connection, Engine, create_engine, func, insert, select, update
 
 from autotune.candidate import Candidate
 from autotune.errors import SettingsError, StoreError
@@ -224,20 +225,28 @@ class Store(Database):
             StoreError: the database fails, or its Optuna tables are of another version.
         """
         if self._optuna is None:
-            from optuna.storages import RDBStorage
-
-            # Optuna formats the URL as a template, so braces (in a password) are doubled.
-            url = self._url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
-            arguments = {"connect_args": connect_args(self._url), "pool_pre_ping": not self.is_file}
             with self.faults():
                 try:
-                    self._optuna = patiently(lambda: RDBStorage(url, engine_kwargs=arguments))
+                    self._optuna = patiently(self._new_optuna_storage)
                 except RuntimeError as error:
                     raise StoreError(
                         f"the Optuna tables in {self.url} are of another version of Optuna",
                         "run `optuna storage upgrade --storage URL`, or name another store with study.store=…",
                     ) from error
         return self._optuna
+
+    def _new_optuna_storage(self) -> RDBStorage:
+        from optuna.storages import RDBStorage
+
+        # Optuna formats the URL as a template, so braces (in a password) are doubled.
+        url = self._url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
+        # Where its constructor fails, nobody has its engine to close the connections of; so they are of a pool of ours.
+        pool = create_engine(self._url, connect_args=connect_args(self._url), pool_pre_ping=not self.is_file).pool
+        with ExitStack() as unless_made:
+            unless_made.callback(pool.dispose)
+            storage = RDBStorage(url, engine_kwargs={"pool": pool})
+            unless_made.pop_all()
+        return storage
 
 
 def _study_row(connection: Connection, name: str) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from optuna.storages import RDBStorage
-from sqlalchemy import Connection, create_engine, inspect, text
+from sqlalchemy import Connection, NullPool, create_engine, inspect, text
 
 from autotune.errors import StoreError
 from autotune.machine.machine import Machine
@@ -16,6 +16,8 @@ from autotune.store.engine import make_folder, open_engine, parse_url
 from autotune.store.store import Store
 from autotune.store.tables import metadata
 from autotune.workload.workload import Workload
+from tests.commands import wait_for
+from tests.postgres import Server
 
 Open = Callable[..., Store]
 
@@ -119,3 +121,31 @@ def test_a_database_of_optunas_is_welcome(url: str, opened: Open) -> None:
     storage.remove_session()
     storage.engine.dispose()
     opened(url).optuna_storage()
+
+
+def test_optuna_tables_of_another_version_are_refused_with_a_hint(url: str, opened: Open) -> None:
+    make_optunas_tables_old(url, opened)
+    with pytest.raises(StoreError, match="another version of Optuna") as caught:
+        opened(url).optuna_storage()
+    assert "optuna storage upgrade" in caught.value.hint
+
+
+def test_an_optuna_that_does_not_open_leaves_no_connection(postgres: Server, opened: Open) -> None:
+    url = postgres.database()
+    make_optunas_tables_old(url, opened)
+    store = opened(url)
+    with pytest.raises(StoreError) as kept:  # and with it whatever was alive when it was raised
+        store.optuna_storage()
+    store.close()
+    assert "Optuna" in str(kept.value)
+    others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    with create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT").connect() as connection:
+        wait_for(lambda: connection.scalar(text(others)) == 0, 5)
+
+
+def make_optunas_tables_old(url: str, opened: Open) -> None:
+    store = opened(url)
+    store.optuna_storage()
+    with store.writing() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = 'v0.9.0.a'"))
+    store.close()

@@ -13,8 +13,8 @@ from autotune.probe.prober import ProbeRequest
 from autotune.probe.torchrun.prober import TorchrunProber, make_launcher
 from autotune.probe.torchrun.remote.launcher import Remote
 from autotune.settings import Settings
-from tests.commands import MARK, marked
-from tests.slurm import Slurm, running_slurm, wait_for
+from tests.commands import MARK, marked, wait_for
+from tests.slurm import Slurm, running_slurm
 
 from ..conftest import PLAIN, QUICK, settings
 

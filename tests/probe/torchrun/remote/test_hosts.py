@@ -13,8 +13,8 @@ import pytest
 
 from autotune.errors import InfraError
 from autotune.probe.measurement import Outcome
-from tests.commands import marked
-from tests.slurm import free_ports, wait_for
+from tests.commands import marked, wait_for
+from tests.slurm import free_ports
 from tests.sshd import Sshd, running_sshd
 from tests.test_tune import is_rank
 

@@ -22,8 +22,8 @@ from autotune.probe.torchrun.prober import TorchrunProber
 from autotune.probe.torchrun.remote.allocation import submit
 from autotune.probe.torchrun.remote.launcher import Remote
 from autotune.workload.phase import Phase
-from tests.commands import autotune
-from tests.slurm import Slurm, wait_for
+from tests.commands import autotune, wait_for
+from tests.slurm import Slurm
 from tests.test_tune import MODEL, PLAIN, is_rank, trials
 
 from ..conftest import PLAIN as CANDIDATE
