@@ -15,6 +15,9 @@ below what a wrong reduction of the loss does (factors), a tenth of the norm far
 no CPU; it has three more bits than bf16 and fewer exponents, and is given the same. Where precisions differ, the
 coarser counts.
 
+A loss that passes through zero, as the log-likelihood of densities does, is next to nothing there, and so would be what
+rounding may do to it: losses differ by shares of the mean size of the reference's, or of their own where that is more.
+
 A step's norm may be far off where its gradients nearly cancel, and a wrong division is wrong in every step: of the
 later norms the median difference counts. DeepSpeed keeps no norm at stage 0 in fp32; then losses alone are compared.
 """
@@ -24,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 
@@ -90,7 +93,8 @@ def compare(mine: Trace, reference: Trace) -> Parity:
     steps = min(len(mine.losses), len(reference.losses))
     if steps < LEAST:
         return unknown("too few steps were recorded to compare losses", tolerance)
-    losses = [difference(a, b) for a, b in zip(mine.losses, reference.losses, strict=False)]
+    size = fmean(map(abs, reference.losses))
+    losses = [difference(a, b, size) for a, b in zip(mine.losses, reference.losses, strict=False)]
     pairs = list(zip(mine.norms, reference.norms, strict=False))
     norms = [difference(a, b) if a is not None and b is not None else None for a, b in pairs]
     later = [norm for norm in norms[1:] if norm is not None]
@@ -115,11 +119,14 @@ def unknown(reason: str, tolerance: Tolerance = SIXTEEN_BITS) -> Parity:
     return Parity(None, reason, 0, None, None, None, None, tolerance)
 
 
-def difference(a: float, b: float) -> float:
-    """How far apart two numbers are, as a share of the larger; infinite where one of them is no number."""
+def difference(a: float, b: float, size: float = 0.0) -> float:
+    """How far apart two numbers are, as a share of the larger, or of a size where that is larger still.
+
+    Infinite where one of the two is no number.
+    """
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
-    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
+    return abs(a - b) / max(abs(a), abs(b), size) if a != b else 0.0
 
 
 _WORDS = {

@@ -88,6 +88,14 @@ def test_a_loss_that_is_no_number_never_agrees() -> None:
     assert compare(replace(REFERENCE, losses=[*LOSSES[:5], math.nan, *LOSSES[6:]]), REFERENCE).agrees is False
 
 
+@pytest.mark.parametrize("crossing", range(2, 17))
+def test_a_loss_that_passes_through_zero_is_judged_by_its_usual_size(crossing: int) -> None:
+    """At zero itself rounding is more than any share of it."""
+    falling = replace(REFERENCE, losses=[(crossing - step) * 0.4 for step in range(18)])
+    assert compare(replace(falling, losses=[loss + 0.0004 for loss in falling.losses]), falling).agrees
+    assert compare(replace(falling, losses=[loss + 0.2 for loss in falling.losses]), falling).agrees is False
+
+
 def test_too_few_steps_are_no_comparison_and_the_shorter_decides_how_many() -> None:
     assert compare(replace(REFERENCE, losses=LOSSES[:1]), REFERENCE).agrees is None
     assert compare(replace(REFERENCE, losses=LOSSES[:6]), REFERENCE).steps == 6
