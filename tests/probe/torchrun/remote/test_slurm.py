@@ -211,7 +211,7 @@ def swept(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     run.process.send_signal(signal.SIGKILL)
     run.finish()
     assert run.left == []
-    wait_for(lambda: set(slurm.steps()) == known)
+    wait_for(lambda: set(slurm.steps()) <= known)  # of those that were there before, some may have ended too
     wait_for(lambda: "autotune" not in slurm.ask("squeue", "--noheader", "--format=%j"))
     with pytest.MonkeyPatch.context() as outside:
         outside.delenv("SLURM_JOB_ID", raising=False)
