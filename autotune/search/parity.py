@@ -16,7 +16,7 @@ no CPU; it has three more bits than bf16 and fewer exponents, and is given the s
 coarser counts.
 
 A loss that passes through zero, as the log-likelihood of densities does, is next to nothing there, and so would be what
-rounding may do to it: losses differ by shares of the mean size of the reference's, or of their own where that is more.
+rounding may do to it: differences of losses are shares of no less than a tenth of the reference's mean size.
 
 A step's norm may be far off where its gradients nearly cancel, and a wrong division is wrong in every step: of the
 later norms the median difference counts. DeepSpeed keeps no norm at stage 0 in fp32; then losses alone are compared.
@@ -93,8 +93,8 @@ def compare(mine: Trace, reference: Trace) -> Parity:
     steps = min(len(mine.losses), len(reference.losses))
     if steps < LEAST:
         return unknown("too few steps were recorded to compare losses", tolerance)
-    size = fmean(map(abs, reference.losses))
-    losses = [difference(a, b, size) for a, b in zip(mine.losses, reference.losses, strict=False)]
+    least = fmean(map(abs, reference.losses)) / 10
+    losses = [difference(a, b, least) for a, b in zip(mine.losses, reference.losses, strict=False)]
     pairs = list(zip(mine.norms, reference.norms, strict=False))
     norms = [difference(a, b) if a is not None and b is not None else None for a, b in pairs]
     later = [norm for norm in norms[1:] if norm is not None]
@@ -119,14 +119,14 @@ def unknown(reason: str, tolerance: Tolerance = SIXTEEN_BITS) -> Parity:
     return Parity(None, reason, 0, None, None, None, None, tolerance)
 
 
-def difference(a: float, b: float, size: float = 0.0) -> float:
-    """How far apart two numbers are, as a share of the larger, or of a size where that is larger still.
+def difference(a: float, b: float, least: float = 0.0) -> float:
+    """How far apart two numbers are, as a share of the larger, or of `least` where that is larger still.
 
     Infinite where one of the two is no number.
     """
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
-    return abs(a - b) / max(abs(a), abs(b), size) if a != b else 0.0
+    return abs(a - b) / max(abs(a), abs(b), least) if a != b else 0.0
 
 
 _WORDS = {
