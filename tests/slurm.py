@@ -118,7 +118,6 @@ def _running(folder: Path, nodes: int) -> Iterator[Slurm]:
         wait_for(lambda: f"idle {nodes}" in _sinfo(slurm))
         yield slurm
     finally:
-        steps = [child for daemon in daemons for child in _children(daemon.pid)]
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(daemons):
@@ -127,9 +126,9 @@ def _running(folder: Path, nodes: int) -> Iterator[Slurm]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for step in steps:  # slurmstepd's outlive their slurmd
+        for process in _left(folder):
             with contextlib.suppress(psutil.NoSuchProcess):
-                step.kill()
+                process.kill()
 
 
 def free_ports(count: int) -> list[int]:
@@ -146,8 +145,11 @@ def _sinfo(slurm: Slurm) -> str:
     return subprocess.run(command, env=slurm.environ, capture_output=True, text=True, check=False).stdout
 
 
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def _left(folder: Path) -> list[psutil.Process]:
+    """The slurmstepd's of this Slurm, which outlive their slurmd and are nobody's children, and what they run."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "slurmstepd" in " ".join(process.cmdline()) and Path(process.cwd()) == folder:
+                found += [*process.children(recursive=True), process]
+    return found
