@@ -72,7 +72,7 @@ class ProbeSettings:
         name: auto, torchrun or virtual.
         warmup_steps: optimizer steps that are run and not measured; states exist after the first.
         steps: measured optimizer steps of a probe of the search.
-        confirm_steps: measured optimizer steps of a finalist.
+        confirm_steps: measured optimizer steps of a finalist; fewer than 11 say nothing about memory that creeps.
         deadline_s: a probe of the search that takes longer is ended as `timeout`, seconds; a confirmation has more
             in proportion to the micro-steps that it makes.
         threads: processor threads per rank; None shares the cores equally.

@@ -93,7 +93,7 @@ def compare(mine: Trace, reference: Trace) -> Parity:
     steps = min(len(mine.losses), len(reference.losses))
     if steps < LEAST:
         return unknown("too few steps were recorded to compare losses", tolerance)
-    least = fmean(map(abs, reference.losses)) / 10
+    least = fmean(map(abs, reference.losses[:steps])) / 10
     losses = [difference(a, b, least) for a, b in zip(mine.losses, reference.losses, strict=False)]
     pairs = list(zip(mine.norms, reference.norms, strict=False))
     norms = [difference(a, b) if a is not None and b is not None else None for a, b in pairs]

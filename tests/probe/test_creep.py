@@ -12,7 +12,7 @@ from autotune.probe.creep import FLOOR, HORIZON, at_risk, rate
 
 MIB = 2**20
 MACHINE = Machine(name="test", nodes=2, devices_per_node=2, device_memory_gib=80.0, host_memory_gib=500.0)
-lengths = st.integers(12, 40)
+lengths = st.integers(11, 40)
 
 
 def leaking(steps: int, per_step: float, noise: float = 0.0, seed: int = 0) -> list[int]:
@@ -42,6 +42,11 @@ def test_a_leak_above_the_floor_always_rises_at_about_its_rate(
 @given(lengths, st.integers(1, 1000))
 def test_what_fills_up_in_the_first_third_and_then_is_steady_does_not_rise(steps: int, size: int) -> None:
     assert rate([min(step, steps // 3) * size * MIB for step in range(steps)]) == 0
+
+
+def test_of_fewer_than_eleven_steps_nothing_is_said() -> None:
+    assert rate(leaking(10, 100 * MIB)) == 0
+    assert rate(leaking(11, 100 * MIB)) == 100 * MIB
 
 
 def test_one_late_jump_is_no_trend_and_a_staircase_is() -> None:

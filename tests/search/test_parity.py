@@ -96,6 +96,12 @@ def test_a_loss_that_passes_through_zero_is_judged_by_its_usual_size(crossing: i
     assert compare(replace(falling, losses=[loss + 0.2 for loss in falling.losses]), falling).agrees is False
 
 
+def test_what_the_reference_did_after_the_last_common_step_does_not_count() -> None:
+    burst = replace(REFERENCE, losses=[*LOSSES[:6], *[math.inf] * 12])
+    off = replace(REFERENCE, losses=[2 * loss for loss in LOSSES[:6]])
+    assert compare(off, burst).agrees is False
+
+
 def test_too_few_steps_are_no_comparison_and_the_shorter_decides_how_many() -> None:
     assert compare(replace(REFERENCE, losses=LOSSES[:1]), REFERENCE).agrees is None
     assert compare(replace(REFERENCE, losses=LOSSES[:6]), REFERENCE).steps == 6

@@ -67,9 +67,10 @@ def _processor_asked_once() -> Iterator[None]:
     import cpuinfo
 
     with ThreadPoolExecutor(1) as beside:
-        answer = beside.submit(cpuinfo.get_cpu_info)
+        asked = beside.submit(cpuinfo.get_cpu_info)
         yield
-    cpuinfo.get_cpu_info = lambda: dict(answer.result())
+    answer = asked.result()
+    cpuinfo.get_cpu_info = lambda: dict(answer)
 
 
 def _builders() -> list[Callable[[], Any]]:
